@@ -14,6 +14,7 @@ import pytest
 from fumehood.client import (
     CompactionError,
     ContainerExpiredError,
+    ContainerNotFoundError,
     Deadline,
     DeadlineExceededError,
     FumehoodError,
@@ -31,6 +32,7 @@ from fumehood.client.adapters.openai import (
     ContainerFilesystem,
     OpenAIAdapter,
 )
+from fumehood.client.adapters.openai.container_errors import ContainerGoneError
 from fumehood.client.prompt import NoParams
 from tests.client.conftest import CreateWorkspace, OpenAIStandIn
 from tests.support.client_prompts import HOSTED, function_call, prompt
@@ -491,6 +493,7 @@ def test_errors_can_be_pickled() -> None:
     for raised in (
         ContainerExpiredError("cntr_1", ValueError("x")),
         ContainerExpiredError("cntr_1", ValueError("x"), "in other words"),
+        ContainerNotFoundError("cntr_1", ContainerGoneError("gone", body={"a": 1}), "unknown"),
         answered,
         PromptEvaluationError("no", prompt_name="p", phase="tool", provider_payload={"a": 1}),
     ):
@@ -504,7 +507,7 @@ def test_errors_can_be_pickled() -> None:
 def test_the_error_of_an_unreachable_provider_names_it(openai_stand_in: OpenAIStandIn) -> None:
     throttle = ThrottlePolicy(max_attempts=2, base_delay=0)
     origin = openai_stand_in.server.url.removesuffix("/v1")
-    with pytest.raises(ThrottleError, match=rf"in 2 attempts: .*\({origin}\)"):
+    with pytest.raises(ThrottleError, match=rf"could not be reached in 2 attempts: .*\({origin}\)"):
         openai_stand_in.evaluate(prompt(), *[Reply(closes=True)] * 9, throttle=throttle)
     assert len(openai_stand_in.server.calls) == 2
 

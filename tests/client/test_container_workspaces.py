@@ -368,7 +368,7 @@ def test_files_are_uploaded_attached_listed_read_and_deleted(openai_stand_in: Op
         manager.read_file(container, attached.id)
     openai_stand_in.server.expire()
     assert not manager.is_alive(container)
-    with pytest.raises(ContainerExpiredError, match="has expired, and its files are gone"):
+    with pytest.raises(ContainerExpiredError, match="has expired; its files are gone"):
         manager.list_files(container)
     assert not manager.is_alive("cntr_none")
     with pytest.raises(PromptEvaluationError, match="cannot be uploaded"):

@@ -24,6 +24,7 @@ from fumehood.client.adapters.openai import (
 )
 from fumehood.client.adapters.openai.compaction import LastModel
 from tests.client.conftest import GatewayServer, OpenAIStandIn
+from tests.client.test_attachments import PNG
 from tests.support.client_prompts import listen
 from tests.support.gateway_process import code_call, text_answer, tool_call, tool_calls
 from tests.support.openai_server import message, response
@@ -95,6 +96,21 @@ def test_first(run: Run, gateway: GatewayServer, capsys: pytest.CaptureFixture[s
     gateway.model.script(code_call("print(6 * 7)"), text_answer('{"value": 42, "how": "by Python"}'))
     run("first")
     assert capsys.readouterr().out == "code_interpreter 42\n\nAnswer(value=42.0, how='by Python')\n"
+
+
+def test_attachments(run: Run, gateway: GatewayServer, tmp_path: Path) -> None:
+    (tmp_path / "data/analysis/chart.png").write_bytes(PNG)
+    gateway.model.script(
+        code_call(
+            "print(open('glossary.md').read(), open('sales.csv').read(), len(open('image.png', 'rb').read()))"
+        ),
+        text_answer("It is the holidays."),
+    )
+    names = run("attachments", adapter=gateway.adapter())
+    assert names["response"].text == "It is the holidays."
+    first, second = gateway.model.requests
+    assert "data:image/png;base64," in str(first.json["messages"][1]["content"])
+    assert f"Net: after returns. 1\n2\n {len(PNG)}" in second.json["messages"][-1]["content"]
 
 
 def test_telemetry(

@@ -5,8 +5,10 @@ import functools
 import json
 import logging
 import operator
+import socket
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from time import monotonic
 from typing import Any, cast
 
 import pytest
@@ -31,11 +33,16 @@ from fumehood.client import (
 )
 from fumehood.client.adapters.openai import (
     AutoContainerConfig,
+    ContainerManager,
     ExistingContainerRef,
+    OpenAIAdapter,
+    OpenAIClientConfig,
+    OpenAICodeInterpreterSection,
     OpenAICodeInterpreterTool,
     OpenAIContainerWorkspaceSection,
     OpenAIModelConfig,
 )
+from fumehood.client.adapters.openai.native_tools.code_interpreter_section import CodeInterpreterParams
 from fumehood.client.errors import (
     BudgetExceededError,
     DeadlineExceededError,
@@ -150,6 +157,12 @@ def test_other_ends_of_a_response(openai_stand_in: OpenAIStandIn, caplog: pytest
     for reply in (response(thought, **cut), Reply({}), Reply({"id": "resp_1"})):
         with pytest.raises(PromptEvaluationError, match="cut off"):
             openai_stand_in.evaluate(prompt(), reply)
+    for reply in (response(), response(message("")), response(thought), response(code_call())):
+        for asked in (prompt(), typed()):
+            with pytest.raises(PromptEvaluationError, match="The answer is empty") as empty:
+                openai_stand_in.evaluate(asked, reply)
+            assert empty.value.phase == "response"
+            assert empty.value.provider_payload == [*reply.body["output"]]
     openai_stand_in.server.script(response(message("no JSON")))
     assert openai_stand_in.adapter().evaluate(typed(), parse_output=False).output is None
 
@@ -188,6 +201,32 @@ def test_a_rejected_request_raises_the_providers_error_without_retries(
     assert refused.value.phase == "request"
     assert refused.value.provider_payload == reply.body["error"]
     assert len(openai_stand_in.server.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(429, "rate_limit_exceeded"), (500, "server_error"), (503, None)]
+)
+def test_a_provider_that_answers_was_reached(
+    openai_stand_in: OpenAIStandIn, status: int, code: str | None
+) -> None:
+    with pytest.raises(ThrottleError) as busy:
+        openai_stand_in.evaluate(prompt(), *[error(status, "Too much to do.", code)] * 9, throttle=PATIENT)
+    assert str(busy.value) == f"task: The provider answered {status} in 5 attempts: Too much to do."
+    assert busy.value.phase == "request"
+    assert busy.value.provider_payload == error(status, "Too much to do.", code).body["error"]
+
+
+def test_the_deadline_covers_the_probe_of_the_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        config = OpenAIClientConfig(api_key="k", base_url=url)
+        started = monotonic()
+        with (
+            OpenAIAdapter(model="gpt-4.1", client_config=config) as adapter,
+            pytest.raises(DeadlineExceededError),
+        ):
+            adapter.evaluate(prompt(OpenAICodeInterpreterTool()), deadline=Deadline.after(0.2))
+        assert monotonic() - started < 5
 
 
 def test_a_provider_that_forbids_retries_is_not_retried(openai_stand_in: OpenAIStandIn) -> None:
@@ -256,6 +295,24 @@ def test_logs_have_ids_and_sizes_and_no_secrets(
     }
     for secret in ("sk-secret", "the answer", "Do it"):
         assert secret not in caplog.text
+
+
+@pytest.mark.parametrize("as_section", [False, True])
+def test_the_memory_limit_of_an_existing_container_is_logged_as_given(
+    openai_stand_in: OpenAIStandIn, caplog: pytest.LogCaptureFixture, as_section: bool
+) -> None:
+    container = ExistingContainerRef(ContainerManager(openai_stand_in.client).create(), "64g")
+    section = OpenAICodeInterpreterSection(default_params=CodeInterpreterParams(container))
+    asked = (
+        prompt(sections=(section,)) if as_section else prompt(OpenAICodeInterpreterTool(container=container))
+    )
+    with caplog.at_level(logging.INFO, "fumehood"):
+        openai_stand_in.evaluate(asked, response(message("done")))
+    (record,) = [record for record in caplog.records if hasattr(record, "fumehood")]
+    assert vars(record)["fumehood"]["memory_limit"] == "64g"
+    assert openai_stand_in.server.asked[0]["tools"] == [
+        {"type": "code_interpreter", "container": container.id}
+    ]
 
 
 # --- what is not as it should be ----------------------------------------------------------------------

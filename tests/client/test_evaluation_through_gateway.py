@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fumehood.client import (
-    ContainerExpiredError,
+    ContainerNotFoundError,
     HostMount,
     MarkdownSection,
     Prompt,
@@ -19,6 +19,7 @@ from fumehood.client import (
     ToolResult,
 )
 from fumehood.client.adapters.openai import (
+    AutoContainerConfig,
     CodeInterpreterResult,
     ContainerConfig,
     ContainerFilesystem,
@@ -252,5 +253,26 @@ def test_an_existing_container_is_used_while_it_is_there(gateway_server: Gateway
     call = response.transcript[1]
     assert (call["container_id"], call["outputs"]) == (container, [{"type": "logs", "logs": "1,2,3\n"}])
     gateway_server.client.containers.delete(container)
-    with pytest.raises(ContainerExpiredError):
+    with pytest.raises(ContainerNotFoundError, match=container):
         gateway_server.evaluate(prompt(tool))
+
+
+def test_a_workspace_and_the_tool_share_one_container(
+    gateway_server: GatewayServer, workspace: OpenAIContainerWorkspaceSection
+) -> None:
+    upload = gateway_server.client.files.create(file=("rates.csv", b"7\n"), purpose="user_data")
+    tool = OpenAICodeInterpreterTool(container=AutoContainerConfig(file_ids=(upload.id,)))
+    session, events = listen()
+    for _ in range(2):
+        gateway_server.evaluate(
+            prompt(tool, sections=(workspace,)),
+            code_call("print(open('rates.csv').read(), open('project/src/numbers.txt').read())"),
+            text_answer("Read."),
+            session=session,
+        )
+        results = [event.result.value for event in events]
+        assert {result.container_id for result in results} == {workspace.container_id}
+        assert results[-1].stdout == "7\n 20 22\n"
+        gateway_server.client.containers.delete(workspace.container_id or "")  # another one gets the same
+        events.clear()
+    gateway_server.client.files.delete(upload.id)

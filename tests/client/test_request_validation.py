@@ -8,6 +8,7 @@ from openai import AsyncOpenAI
 
 from fumehood.client import (
     ContainerExpiredError,
+    ContainerNotFoundError,
     PromptEvaluationError,
     ProviderTool,
     Session,
@@ -89,7 +90,6 @@ def code_interpreter_in(container: object) -> AnyTool:
             lambda: prompt(query_tool),
             "does not ask for 'web_search'",
         ),
-        ({"tool_choice": "sometimes"}, lambda: prompt(query_tool), "'sometimes'"),
         ({"tool_choice": "required"}, prompt, "no tools that could be required"),
         ({"tool_choice": "none"}, lambda: prompt(OpenAICodeInterpreterTool()), "'none' forbids them"),
         (
@@ -97,13 +97,21 @@ def code_interpreter_in(container: object) -> AnyTool:
             lambda: prompt(sections=(OpenAIContainerWorkspaceSection(session=Session()),)),
             "needs the code interpreter",
         ),
-        (
-            {},
-            lambda: prompt(
-                OpenAICodeInterpreterTool(), sections=(OpenAIContainerWorkspaceSection(session=Session()),)
-            ),
-            "container of its own besides",
-        ),
+        *[
+            (
+                {},
+                lambda container=container: prompt(
+                    code_interpreter_in(container),
+                    sections=(OpenAIContainerWorkspaceSection(session=Session()),),
+                ),
+                expected_error,
+            )
+            for container, expected_error in (
+                ("cntr_1", "names the container 'cntr_1', and the workspace has its own"),
+                ({"type": "auto", "memory_limit": "16g"}, "memory_limit '16g', and the workspace '4g'"),
+                ({"type": "auto", "network_policy": {"type": "disabled"}}, "sets 'network_policy'"),
+            )
+        ],
         *[
             ({}, lambda container=container: prompt(code_interpreter_in(container)), expected_error)
             for container, expected_error in (
@@ -127,7 +135,7 @@ def code_interpreter_in(container: object) -> AnyTool:
         ({}, lambda: prompt(create_provider_tool("web_search", 5)), "config of the tool 'python' is 5"),
         *[
             ({"tool_choice": choice}, lambda: prompt(query_tool), "tool_choice")
-            for choice in (5, ["auto"], {"type": "function", "name": ["a"]}, {"type": "allowed_tools"})
+            for choice in ({"type": "function", "name": ["a"]}, {"type": "allowed_tools"})
         ],
         ({}, lambda: prompt(OpenAICodeInterpreterTool()).bind, "is no prompt; of a template, make Prompt"),
     ],
@@ -200,9 +208,11 @@ def test_unknown_models_may_use_native_tools(openai_stand_in: OpenAIStandIn) -> 
         ),
         (
             lambda: OpenAIAdapter(model="m", openai_native_tools={"m": "web_search"}),
-            r"openai_native_tools\['m'\] is 'web_search'",
+            "openai_native_tools is {'m': 'web_search'}; it has to be a mapping of a text to several",
         ),
-        (lambda: OpenAIAdapter(model="m", openai_native_tools=["m"]), "has to map models"),  # pyright: ignore[reportArgumentType]
+        (lambda: OpenAIAdapter(model="m", openai_native_tools=["m"]), "openai_native_tools is"),  # pyright: ignore[reportArgumentType]
+        (lambda: OpenAIAdapter(model="m", tool_choice="sometimes"), "tool_choice is 'sometimes'"),  # pyright: ignore[reportArgumentType]
+        (lambda: OpenAIAdapter(model="m", tool_choice=["auto"]), "tool_choice is"),  # pyright: ignore[reportArgumentType]
         (lambda: OpenAIClientConfig(base_url="localhost:8080"), "base_url is 'localhost:8080'"),
         (lambda: OpenAIClientConfig(timeout=0), "timeout is 0"),
         (lambda: ContainerConfig(memory_limit=None), r"container_config\.memory_limit is None"),  # pyright: ignore[reportArgumentType]
@@ -284,9 +294,25 @@ def test_a_client_is_created_from_its_settings(
 
 
 def test_an_existing_container_is_looked_up_first(openai_stand_in: OpenAIStandIn) -> None:
-    tool = OpenAICodeInterpreterTool(container=ExistingContainerRef("cntr_gone"))
-    with pytest.raises(ContainerExpiredError, match="'cntr_gone' has expired; make another one") as gone:
+    expired = ContainerManager(openai_stand_in.client).create()
+    openai_stand_in.server.expire()
+    openai_stand_in.server.script()
+    tool = OpenAICodeInterpreterTool(container=ExistingContainerRef(expired))
+    with pytest.raises(ContainerExpiredError, match=f"'{expired}' has expired; make another one") as gone:
         openai_stand_in.adapter().evaluate(prompt(tool))
-    assert gone.value.container_id == "cntr_gone"
+    assert (gone.value.container_id, gone.value.phase) == (expired, "configuration")
     assert isinstance(gone.value.original_error, Exception)
-    assert openai_stand_in.server.calls == ["GET /v1/containers/cntr_gone"]
+    assert openai_stand_in.server.calls == [f"GET /v1/containers/{expired}"]
+
+
+def test_an_unknown_container_is_not_called_expired(openai_stand_in: OpenAIStandIn) -> None:
+    tool = OpenAICodeInterpreterTool(container=ExistingContainerRef("cntr_unknown"))
+    with pytest.raises(ContainerNotFoundError, match="has no container 'cntr_unknown'") as unknown:
+        openai_stand_in.adapter().evaluate(prompt(tool))
+    assert "expired" not in str(unknown.value)
+    assert (unknown.value.container_id, unknown.value.phase) == ("cntr_unknown", "configuration")
+    assert isinstance(unknown.value, PromptEvaluationError)
+    assert "not found" in str(unknown.value.provider_payload)
+    assert openai_stand_in.server.calls == ["GET /v1/containers/cntr_unknown"]
+    with pytest.raises(ContainerNotFoundError, match="'cntr_unknown'"):
+        ContainerManager(openai_stand_in.client).list_files("cntr_unknown")

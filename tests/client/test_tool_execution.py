@@ -19,7 +19,10 @@ from fumehood.client.adapters.openai import (
     OpenAICodeInterpreterTool,
     OpenAIFileSearchSection,
     OpenAIWebSearchSection,
+    ProviderOutputHandler,
     ProviderToolCallData,
+    build_code_interpreter_result,
+    build_provider_result,
 )
 from fumehood.client.adapters.openai.native_tools.file_search_section import FileSearchParams
 from fumehood.client.errors import (
@@ -265,6 +268,42 @@ def test_a_handler_of_the_providers_output_can_use_its_context(openai_stand_in: 
     (context,) = contexts
     assert (context.prompt.name, context.rendered_prompt.text) == ("task", "## 1. Task\n\nDo it.")
     assert (context.session, context.deadline) == (session, deadline)
+
+
+def test_a_handler_of_ones_own_wraps_the_default_one(openai_stand_in: OpenAIStandIn) -> None:
+    def shout(
+        data: ProviderToolCallData, context: ToolContext, kind: type[CodeInterpreterResult]
+    ) -> ToolResult[CodeInterpreterResult]:
+        result = build_code_interpreter_result(data, context, kind)
+        return ToolResult(result.message.upper(), result.value, success=result.success)
+
+    def cite(data: ProviderToolCallData, context: ToolContext, kind: type[Any]) -> ToolResult[Any]:
+        result = build_provider_result(data, context, kind)
+        return ToolResult(f"searched: {result.message}", result.value)
+
+    search = ProviderTool[NoParams, ProviderToolCallData, NoParams](
+        name="search",
+        description="Search.",
+        provider="openai",
+        native_type="web_search",
+        config=NoParams(),
+        handle_provider_output=cite,
+    )
+    handler: ProviderOutputHandler[CodeInterpreterResult] = shout
+    session, events = listen()
+    openai_stand_in.evaluate(
+        prompt(OpenAICodeInterpreterTool(handle_provider_output=handler), search),
+        response(
+            code_call(outputs=[{"type": "logs", "logs": "done\n"}]),
+            {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+            message("done"),
+        ),
+        session=session,
+    )
+    ran, searched = (event.result for event in events)
+    assert (ran.message, ran.value.stdout, ran.success) == ("DONE\n", "done\n", True)
+    assert searched.message == "searched: web_search: completed"
+    assert searched.value.id == "ws_1"
 
 
 def test_without_a_handler_for_it_the_report_is_decoded_into_the_parameters(

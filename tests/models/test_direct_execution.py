@@ -221,6 +221,9 @@ async def test_without_a_user_message_the_system_message_is_run() -> None:
     earlier = [message("```\n1\n```", "system"), hosted_call("a", "1\n")]
     assert await next_call(request(*earlier, prompt)) == ("code_interpreter", {"code": "print(6 * 7)"})
     assert await answer(request(*earlier, prompt, hosted_call("b", "42\n"))) == "42"
+    files = message([{"type": "input_file", "file_id": "file-1"}])
+    assert await next_call(request(prompt, files)) == ("code_interpreter", {"code": "print(6 * 7)"})
+    assert await answer(request(prompt, files, hosted_call("b", "42\n"))) == "42"
 
 
 @given(st.text())

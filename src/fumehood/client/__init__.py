@@ -13,6 +13,7 @@ from fumehood.client.errors import (
     BudgetExceededError,
     CompactionError,
     ContainerExpiredError,
+    ContainerNotFoundError,
     DeadlineExceededError,
     FilteredOutputError,
     FumehoodError,
@@ -27,6 +28,8 @@ from fumehood.client.errors import (
     WorkspaceSecurityError,
 )
 from fumehood.client.prompt import (
+    InputFile,
+    InputImage,
     MarkdownSection,
     Prompt,
     PromptSection,
@@ -81,6 +84,7 @@ __all__ = [
     "BudgetTracker",
     "CompactionError",
     "ContainerExpiredError",
+    "ContainerNotFoundError",
     "Deadline",
     "DeadlineExceededError",
     "Filesystem",
@@ -93,6 +97,8 @@ __all__ = [
     "InMemoryFilesystem",
     "InProcessDispatcher",
     "InProcessEventBus",
+    "InputFile",
+    "InputImage",
     "InvariantError",
     "MarkdownSection",
     "NullEventBus",

@@ -7,6 +7,7 @@ from typing import Self
 from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import BudgetExceededError
+from fumehood.client.type_validation import check_arguments, require_field_types
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,11 @@ class Budget:
     deadline: Deadline | None = None
 
     def __post_init__(self) -> None:
+        require_field_types(self)
         for name in ("max_total_tokens", "max_input_tokens", "max_output_tokens"):
-            limit: object = getattr(self, name)
+            limit: int | None = getattr(self, name)
             require(
-                limit is None or (type(limit) is int and limit > 0),
+                limit is None or limit > 0,
                 f"{name} is {limit!r}; a budget is a positive number of tokens.",
             )
 
@@ -48,6 +50,7 @@ class Budget:
 class BudgetTracker:
     """Sums the usage of all turns. Share one tracker between evaluations to share the budget."""
 
+    @check_arguments
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self.usage = TokenUsage()

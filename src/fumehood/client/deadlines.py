@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Self, cast
+from typing import Self
 
 from fumehood.client.dbc import require
 from fumehood.client.errors import DeadlineExceededError
+from fumehood.client.type_validation import require_field_types, require_type
 
 
 def _utc_now() -> datetime:
@@ -21,15 +22,21 @@ class Deadline:
     clock: Callable[[], datetime] = field(default=_utc_now, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        known = cast("object", self.expires_at)
+        require_field_types(self)
         require(
-            isinstance(known, datetime) and known.utcoffset() is not None,
-            f"expires_at is {known!r}, which is no time, or has no zone; write datetime.now(UTC) + timedelta(…).",
+            self.expires_at.utcoffset() is not None,
+            f"expires_at is {self.expires_at!r}, which has no zone; write datetime.now(UTC) + timedelta(…).",
         )
 
     @classmethod
     def after(cls, seconds: float) -> Self:
-        return cls(_utc_now() + timedelta(seconds=seconds))
+        """Raises PromptValidationError for what is no number of seconds, or too many."""
+        require_type(seconds, float, "seconds")
+        try:
+            return cls(_utc_now() + timedelta(seconds=seconds))
+        except (OverflowError, ValueError):
+            require(False, f"seconds is {seconds!r}; such a time does not exist.")
+            raise
 
     def remaining(self) -> timedelta:
         """Return the remaining time, at least zero."""

@@ -7,9 +7,10 @@ FumehoodError (= WinkError)
 │   ├── FilteredOutputError      the provider withheld a required answer; also an AssertionError
 │   ├── DeadlineExceededError    the deadline passed before the next request or tool
 │   ├── BudgetExceededError      the token budget was used up before the next request or tool
-│   └── ThrottleError            the provider stayed busy beyond the retry policy
+│   ├── ThrottleError            the provider stayed busy beyond the retry policy
+│   ├── ContainerExpiredError    a container has expired and cannot be recreated
+│   └── ContainerNotFoundError   a named container is unknown to the provider
 ├── InvariantError                a bug in this library; also an AssertionError
-├── ContainerExpiredError        a container is gone and cannot be recreated
 ├── CompactionError              a conversation could not be compacted; it is unchanged
 ├── ResourceError                a resource is not registered, or its factory failed
 ├── WorkspaceSecurityError       a path outside the allowed roots or outside the workspace
@@ -73,23 +74,40 @@ class ThrottleError(PromptEvaluationError):
     """The provider was busy for all attempts that the policy allows."""
 
 
-class InvariantError(FumehoodError, AssertionError):
-    """An invariant of this library does not hold: a bug in it, not in its input."""
+class _ContainerError(PromptEvaluationError):
+    """A container cannot be used. original_error: what the provider said, with its body in `provider_payload`."""
 
-
-class ContainerExpiredError(FumehoodError):
-    """The container is gone, and could not be recreated, or was not created here."""
-
-    def __init__(self, container_id: str, original_error: Exception, message: str | None = None) -> None:
-        super().__init__(
-            message
-            or f"The container {container_id!r} has expired and could not be made again: {original_error}"
-        )
+    def __init__(self, container_id: str, original_error: Exception, message: str) -> None:
+        super().__init__(message, provider_payload=_find_payload(original_error))
         self.container_id = container_id
         self.original_error = original_error
 
     def __reduce__(self) -> tuple[Any, ...]:  # for pickling
-        return type(self), (self.container_id, self.original_error, str(self))
+        return type(self), (self.container_id, self.original_error, self.message), vars(self)
+
+
+class ContainerExpiredError(_ContainerError):
+    """The container has expired, and could not be recreated, or was not created here."""
+
+    def __init__(self, container_id: str, original_error: Exception, message: str | None = None) -> None:
+        super().__init__(
+            container_id,
+            original_error,
+            message
+            or f"The container {container_id!r} has expired and could not be made again: {original_error}",
+        )
+
+
+class ContainerNotFoundError(_ContainerError):
+    """The provider does not know the container that was named."""
+
+
+def _find_payload(error: Exception) -> object:
+    return getattr(error, "provider_payload", None) or getattr(error, "body", None)
+
+
+class InvariantError(FumehoodError, AssertionError):
+    """An invariant of this library does not hold: a bug in it, not in its input."""
 
 
 class CompactionError(FumehoodError):

@@ -11,6 +11,7 @@ from pathlib import Path
 from fumehood.client.dbc import require
 from fumehood.client.errors import WorkspaceBudgetError, WorkspaceSecurityError
 from fumehood.client.filesystem import matches_glob, normalize_path
+from fumehood.client.type_validation import require_field_types
 
 _MAX_PREVIEW_ENTRIES = 20
 _MAX_NAME_LENGTH = 120
@@ -28,7 +29,7 @@ class HostMount:
     included. max_bytes: limit for all files together; None for no limit.
     """
 
-    host_path: str
+    host_path: "os.PathLike[str] | str"
     mount_path: str | None = None
     include_glob: tuple[str, ...] = ()
     exclude_glob: tuple[str, ...] = ()
@@ -36,12 +37,8 @@ class HostMount:
     follow_symlinks: bool = False
 
     def __post_init__(self) -> None:
+        require_field_types(self)
         for name in ("include_glob", "exclude_glob"):
-            patterns: object = getattr(self, name)
-            require(
-                not isinstance(patterns, str),
-                f"{name} is one pattern, {patterns!r}; it has to be a tuple of them.",
-            )
             require(all(getattr(self, name)), f"{name} has an empty pattern, which would fit everything.")
         limit = self.max_bytes
         require(limit is None or limit >= 0, f"max_bytes is {limit}; it cannot be negative.")
@@ -107,7 +104,7 @@ class _MountCopy:
             names = [self.source.name]
         entries = sorted({name.split("/")[0] + ("/" if "/" in name else "") for name in names})
         return HostMountPreview(
-            host_path=self.mount.host_path,
+            host_path=str(self.mount.host_path),
             resolved_host=self.source,
             mount_path=self.mount_path,
             entries=tuple(entries[:_MAX_PREVIEW_ENTRIES]),

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from fumehood.client.errors import ResourceError
+from fumehood.client.type_validation import check_arguments
 
 type Resources = ResourceRegistry | Mapping[type[Any], object]
 
@@ -15,6 +16,7 @@ class ResourceRegistry:
     Register an instance, or a factory that is called once on first use.
     """
 
+    @check_arguments
     def __init__(
         self,
         instances: Mapping[type[Any], object] | None = None,
@@ -27,6 +29,7 @@ class ResourceRegistry:
         self._lock = threading.RLock()
 
     @classmethod
+    @check_arguments
     def build(cls, resources: Mapping[type[Any], object]) -> Self:
         """Build a registry: a value that is an instance of its key is the resource, any other callable is a factory."""
         instances: dict[type[Any], object] = {}

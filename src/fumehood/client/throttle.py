@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import ThrottleError
+from fumehood.client.type_validation import require_field_types
 
 
 @dataclass(frozen=True)
@@ -22,15 +23,15 @@ class ThrottlePolicy:
     max_total_delay: float = 120.0
 
     def __post_init__(self) -> None:
-        attempts: object = self.max_attempts
+        require_field_types(self)
         require(
-            type(attempts) is int and attempts >= 1,
-            f"max_attempts is {attempts!r}; it is a number, and the first request is one, too.",
+            self.max_attempts >= 1,
+            f"max_attempts is {self.max_attempts!r}; the first request is an attempt, too.",
         )
         for name in ("base_delay", "max_delay", "max_total_delay"):
-            delay: object = getattr(self, name)
+            delay: float = getattr(self, name)
             require(
-                isinstance(delay, int | float) and delay >= 0,
+                delay >= 0,
                 f"{name} is {delay!r}; a delay is seconds, 0 or more.",
             )
 
@@ -82,8 +83,10 @@ def retry[T](
         elif deadline is not None and delay >= deadline.remaining().total_seconds():
             reason = f"{attempt} attempts; the deadline comes before the next one, in {delay:.1f} s"
         if reason is not None:
+            status = getattr(result.error, "status_code", None)
+            outcome = "could not be reached" if status is None else f"answered {status}"
             raise ThrottleError(
-                f"The provider could not be reached in {reason}: {result.message}",
+                f"The provider {outcome} in {reason}: {result.message}",
                 prompt_name=prompt_name,
                 phase="request",
                 provider_payload=getattr(result.error, "body", None),

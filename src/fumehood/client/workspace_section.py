@@ -17,6 +17,7 @@ from fumehood.client.prompt.section import MarkdownSection, format_markdown
 from fumehood.client.prompt.tool import AnyTool
 from fumehood.client.prompt.vfs import FILE_TOOLS_TEXT, file_tools
 from fumehood.client.runtime.session import SessionProtocol
+from fumehood.client.type_validation import check_arguments
 
 
 class WorkspaceSection(MarkdownSection[NoParams]):
@@ -27,6 +28,7 @@ class WorkspaceSection(MarkdownSection[NoParams]):
     temp_dir: the directory of the copies, until `cleanup`. is_closed: whether `cleanup` was called.
     """
 
+    @check_arguments
     def __init__(
         self,
         *,
@@ -49,11 +51,6 @@ class WorkspaceSection(MarkdownSection[NoParams]):
             tools=tools,
             accepts_overrides=accepts_overrides,
         )
-        require(  # a string would be read as a list of letters, and "/" allows everything
-            not isinstance(allowed_host_roots, str | bytes | os.PathLike),
-            f"allowed_host_roots is one path, {str(allowed_host_roots)!r}; it has to be a sequence of them.",
-        )
-        require(not isinstance(mounts, HostMount), "mounts is one mount; it has to be a sequence of them.")
         require(sync_dir is None or sync_on_cleanup, "sync_dir is given, but not sync_on_cleanup=True.")
         self.session = session
         self.mounts = tuple(mounts)

@@ -142,8 +142,8 @@ def _next_call(calls: Sequence[_RequestedCall], exchanges: Sequence[ToolExchange
 
 
 def _find_latest_message(segments: Sequence[ConversationSegment]) -> tuple[str, list[ToolExchange]]:
-    """The last user message and the tool calls after it. Without one, the last system or developer message: some
-    clients, ours included, send prompts as system messages only.
+    """The last user message with text and the tool calls after it. Without one, the last system or developer message:
+    some clients, ours included, send prompts as system messages, and files alone in a user message.
     """
     exchanges: list[ToolExchange] = []
     without_user: tuple[str, list[ToolExchange]] | None = None
@@ -152,10 +152,11 @@ def _find_latest_message(segments: Sequence[ConversationSegment]) -> tuple[str, 
             exchanges.append(result)
         elif entry.type == "message":
             message = _decode_message(entry)
-            if message.role == "user":
-                return _get_message_text(message), exchanges[::-1]
+            text = _get_message_text(message)
+            if message.role == "user" and text.strip():
+                return text, exchanges[::-1]
             if message.role in ("system", "developer") and without_user is None:
-                without_user = _get_message_text(message), exchanges[::-1]
+                without_user = text, exchanges[::-1]
     return without_user or ("", exchanges[::-1])
 
 

@@ -1,6 +1,7 @@
 """Prompts, sections, tools and structured output."""
 
 from fumehood.client.prompt._types import NoParams, SupportsDataclass
+from fumehood.client.prompt.attachments import Attachment, InputFile, InputImage
 from fumehood.client.prompt.prompt import Prompt, PromptTemplate, RenderedPrompt, ToolChoice
 from fumehood.client.prompt.section import MarkdownSection, PromptSection, Section
 from fumehood.client.prompt.structured_output import parse_structured_output
@@ -16,6 +17,9 @@ from fumehood.client.prompt.tool import (
 
 __all__ = [
     "AnyTool",
+    "Attachment",
+    "InputFile",
+    "InputImage",
     "MarkdownSection",
     "NoParams",
     "Prompt",

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, cast, overload
 
 from fumehood.client.dbc import require
 from fumehood.client.prompt._types import OutputT_co, RuntimeGeneric, SupportsDataclass
+from fumehood.client.prompt.attachments import Attachment, InputFile, InputImage
 from fumehood.client.prompt.section import MarkdownSection, PromptSection, Section, find_placeholders
 from fumehood.client.prompt.structured_output import StructuredOutput, describe_output_type
 from fumehood.client.prompt.tool import AnyTool, ProviderTool, ToolPolicy, index_tools_by_name
 from fumehood.client.resources import Resources
+from fumehood.client.type_validation import check_arguments
 
 if TYPE_CHECKING:
     from fumehood.client.runtime.session import SessionProtocol
@@ -27,6 +29,7 @@ class RenderedPrompt(Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has a de
 
     tools: all tools with handlers, including provider tools. native_tools: tools that the provider runs, each
     `{"type": "built_in", "name": …, **settings}`. sections: the enabled sections, parents first.
+    attachments: files and pictures for the model: those of sections in their order, then those bound to the prompt.
     """
 
     prompt_name: str
@@ -37,6 +40,7 @@ class RenderedPrompt(Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has a de
     output_type: Any = None
     tool_choice: ToolChoice | None = None
     sections: tuple[PromptSection, ...] = field(default=(), repr=False)
+    attachments: tuple[Attachment, ...] = ()
 
 
 class PromptTemplate(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has a default
@@ -46,6 +50,7 @@ class PromptTemplate(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its 
     types without a schema.
     """
 
+    @check_arguments
     def __init__(
         self,
         *,
@@ -121,6 +126,7 @@ class Prompt(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar 
         tool_choice: ToolChoice | None = None,
         policies: Sequence[ToolPolicy] = (),
     ) -> None: ...
+    @check_arguments
     def __init__(
         self,
         template: PromptTemplate[OutputT_co] | None = None,
@@ -142,6 +148,7 @@ class Prompt(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar 
         self.tool_choice: ToolChoice | None = template.tool_choice if tool_choice is None else tool_choice
         self.overrides = dict(overrides or {})
         self.params: tuple[SupportsDataclass, ...] = ()
+        self.attachments: tuple[Attachment, ...] = ()
         self.resources: tuple[Resources, ...] = ()
         self._check_overrides()
 
@@ -150,10 +157,17 @@ class Prompt(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar 
         *params: SupportsDataclass,
         resources: Resources | None = None,
     ) -> Self:
-        """Return the prompt with further parameters; a later one replaces one of the same type."""
+        """Return the prompt with further parameters; a later one replaces one of the same type.
+
+        Files and pictures among them are added to the prompt's input: `bind(question, InputFile(path="sales.csv"))`.
+        """
         accepted = self.template.accepted_types()
         by_type: dict[type[Any], SupportsDataclass] = {type(one): one for one in self.params}
+        attached: list[Attachment] = []
         for one in params:
+            if isinstance(one, InputFile | InputImage):
+                attached.append(one)
+                continue
             require(
                 type(one) in accepted,
                 f"No section and no tool of the prompt takes {_describe_type(one)}; "
@@ -164,6 +178,7 @@ class Prompt(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar 
             by_type[type(one)] = one
         bound = copy.copy(self)
         bound.params = tuple(by_type.values())
+        bound.attachments = (*self.attachments, *attached)
         if resources is not None:
             bound.resources = (*self.resources, resources)
         return bound
@@ -185,6 +200,7 @@ class Prompt(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar 
             output_type=self.template.output_type,
             tool_choice=self.tool_choice,
             sections=tuple(rendering.sections),
+            attachments=tuple(dict.fromkeys((*rendering.attachments, *self.attachments))),
         )
 
     def _check_overrides(self) -> None:
@@ -224,6 +240,7 @@ class _Rendering:
         self.tools: list[AnyTool] = []
         self.native_tools: list[Mapping[str, object]] = []
         self.sections: list[PromptSection] = []
+        self.attachments: list[Attachment] = []
 
     def render_sections(
         self, sections: Sequence[PromptSection], depth: int, prefix: str, path: tuple[str, ...]
@@ -264,6 +281,7 @@ class _Rendering:
 
     def _collect_tools(self, section: PromptSection, params: SupportsDataclass | None) -> None:
         self.sections.append(section)
+        self.attachments += section.attachments(params)
         self.native_tools += section.native_tools(params)
         for tool in section.tools():
             self.tools.append(tool)

@@ -9,7 +9,9 @@ from typing import Any, Generic, Self, cast
 
 from fumehood.client.dbc import require
 from fumehood.client.prompt._types import ParamsT_co, RuntimeGeneric, SupportsDataclass
+from fumehood.client.prompt.attachments import Attachment, find_attachments
 from fumehood.client.prompt.tool import AnyTool
+from fumehood.client.type_validation import check_arguments, shorten_repr
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
 # `${name}` is a placeholder, `$${name}` is the text `${name}`; any other dollar sign is literal.
@@ -17,11 +19,12 @@ _PLACEHOLDER = re.compile(r"\$(\$)?\{(\w+)\}")
 
 
 class Section(RuntimeGeneric, ABC, Generic[ParamsT_co]):  # noqa: UP046 - its TypeVar has a default
-    """A part of a prompt: text, tools, and child sections.
+    """A part of a prompt: text, files and pictures, tools, and child sections.
 
     Its parameters are a dataclass, the type argument of the class: `Section[Params]`.
     """
 
+    @check_arguments
     def __init__(
         self,
         *,
@@ -32,8 +35,12 @@ class Section(RuntimeGeneric, ABC, Generic[ParamsT_co]):  # noqa: UP046 - its Ty
         enabled: Callable[[Any], bool] | None = None,
         tools: Sequence[AnyTool] = (),
         accepts_overrides: bool = True,
+        attachments: Sequence[Attachment] = (),
     ) -> None:
-        """enabled: called with the parameters; a disabled section is left out with all its children."""
+        """enabled: called with the parameters; a disabled section is left out with all its children.
+
+        attachments: files and pictures that the model gets with the text.
+        """
         require(_KEY.match(key), f"The section key {key!r} is not 1 to 64 of a-z, 0-9, '.', '_' and '-'.")
         kind: Any = self.type_argument(0)
         require(
@@ -41,8 +48,11 @@ class Section(RuntimeGeneric, ABC, Generic[ParamsT_co]):  # noqa: UP046 - its Ty
             f"The section {key!r} has {kind!r} for its parameters, which is no dataclass.",
         )
         require(
-            default_params is None or isinstance(default_params, kind or object),
-            f"The section {key!r} takes {kind}; default_params is {default_params!r}.",
+            default_params is None
+            or (
+                hasattr(default_params, "__dataclass_fields__") and isinstance(default_params, kind or object)
+            ),
+            f"The section {key!r} takes {kind or 'a dataclass'}; default_params is {shorten_repr(default_params)}.",
         )
         self.title = title
         self.key = key
@@ -51,6 +61,7 @@ class Section(RuntimeGeneric, ABC, Generic[ParamsT_co]):  # noqa: UP046 - its Ty
         self.default_params = default_params
         self._enabled = enabled
         self._tools = tuple(tools)
+        self._attachments = tuple(attachments)
 
     @property
     def params_type(self) -> type[Any] | None:
@@ -60,6 +71,10 @@ class Section(RuntimeGeneric, ABC, Generic[ParamsT_co]):  # noqa: UP046 - its Ty
 
     def tools(self) -> tuple[AnyTool, ...]:
         return self._tools
+
+    def attachments(self, params: SupportsDataclass | None) -> tuple[Attachment, ...]:
+        """Return its files and pictures, then those in fields of its parameters."""
+        return (*self._attachments, *find_attachments(params))
 
     def native_tools(self, params: SupportsDataclass | None) -> Sequence[Mapping[str, object]]:  # noqa: ARG002
         """Return the native tools of the provider that it uses, as `{"type": "built_in", "name": …, **settings}`."""
@@ -94,6 +109,7 @@ type PromptSection = Section[SupportsDataclass]
 class MarkdownSection(Section[ParamsT_co]):
     """A heading and a text with placeholders `${name}` for its parameters."""
 
+    @check_arguments
     def __init__(
         self,
         *,
@@ -105,6 +121,7 @@ class MarkdownSection(Section[ParamsT_co]):
         enabled: Callable[[Any], bool] | None = None,
         tools: Sequence[AnyTool] = (),
         accepts_overrides: bool = True,
+        attachments: Sequence[Attachment] = (),
     ) -> None:
         super().__init__(
             title=title,
@@ -114,6 +131,7 @@ class MarkdownSection(Section[ParamsT_co]):
             enabled=enabled,
             tools=tools,
             accepts_overrides=accepts_overrides,
+            attachments=attachments,
         )
         self.template = template
 
@@ -144,6 +162,7 @@ class MarkdownSection(Section[ParamsT_co]):
             "enabled": self._enabled,
             "tools": self._tools,
             "accepts_overrides": self.accepts_overrides,
+            "attachments": self._attachments,
         }
 
 
@@ -167,6 +186,15 @@ def fill_placeholders(template: str, params: SupportsDataclass | None) -> str:
     def put(found: re.Match[str]) -> str:
         if found[1] or found[2] not in values:
             return found[0].removeprefix("$") if found[1] else found[0]
-        return str(values[found[2]])
+        return _format_value(values[found[2]])
 
     return _PLACEHOLDER.sub(put, template)
+
+
+def _format_value(value: object) -> str:
+    """Return the text of a parameter; several files are shown by their names."""
+    if isinstance(value, list | tuple):
+        several = cast("list[object]", value)
+        if several and all(isinstance(one, Attachment.__value__) for one in several):
+            return ", ".join(map(str, several))
+    return str(value)

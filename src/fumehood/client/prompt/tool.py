@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Never, Protocol, TypeVar, cast, 
 
 from fumehood.client.dbc import require
 from fumehood.client.prompt._types import NoParams, RuntimeGeneric
+from fumehood.client.type_validation import check_arguments
 
 if TYPE_CHECKING:
     from fumehood.client import serde
@@ -153,6 +154,7 @@ class Tool[P, R](RuntimeGeneric):
     dataclass.
     """
 
+    @check_arguments
     def __init__(
         self,
         *,
@@ -237,6 +239,7 @@ class ProviderTool[P, R, C](Tool[P, R]):
     the handler is called, as for any tool. Both get the same ToolContext.
     """
 
+    @check_arguments
     def __init__(
         self,
         *,

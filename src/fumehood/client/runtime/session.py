@@ -6,6 +6,7 @@ from typing import Any, Protocol, overload
 
 from fumehood.client.dbc import require
 from fumehood.client.runtime.events import EVENT_TYPES, EventBus, InProcessDispatcher, new_id
+from fumehood.client.type_validation import check_arguments
 
 # Computes the new values of a slice from the old ones and an event.
 type Reducer[T, E] = Callable[[tuple[T, ...], E], tuple[T, ...]]
@@ -76,6 +77,7 @@ class Session:
     bus (or dispatcher): where events of evaluations in this session are published.
     """
 
+    @check_arguments
     def __init__(self, bus: EventBus | None = None, *, dispatcher: EventBus | None = None) -> None:
         require(
             bus is None or dispatcher is None or bus is dispatcher,

@@ -8,6 +8,7 @@ from fumehood.client.adapters.openai.code_interpreter_tool import (
     CodeInterpreterResult,
     ExistingContainerRef,
     OpenAICodeInterpreterTool,
+    build_code_interpreter_result,
 )
 from fumehood.client.adapters.openai.compaction import CompactionManager, CompactionState
 from fumehood.client.adapters.openai.config import (
@@ -25,11 +26,14 @@ from fumehood.client.adapters.openai.native_tools import (
     OpenAIFileSearchSection,
     OpenAIWebSearchSection,
 )
+from fumehood.client.adapters.openai.provider_output import build_provider_result
 from fumehood.client.adapters.openai.workspace import OpenAIContainerWorkspaceSection
-from fumehood.client.prompt.tool import ProviderToolCallData
+from fumehood.client.adapters.provider_adapter import CitedFile
+from fumehood.client.prompt.tool import ProviderOutputHandler, ProviderToolCallData
 
 __all__ = [
     "AutoContainerConfig",
+    "CitedFile",
     "CodeInterpreterConfig",
     "CodeInterpreterFile",
     "CodeInterpreterResult",
@@ -50,5 +54,8 @@ __all__ = [
     "OpenAIHostedToolsConfig",
     "OpenAIModelConfig",
     "OpenAIWebSearchSection",
+    "ProviderOutputHandler",
     "ProviderToolCallData",
+    "build_code_interpreter_result",
+    "build_provider_result",
 ]

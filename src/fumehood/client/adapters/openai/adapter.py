@@ -1,13 +1,15 @@
 """The adapter for the Responses API: validates prompts and settings, and builds requests."""
 
-import inspect
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-from fumehood.client.adapters.openai.code_interpreter_tool import build_container_spec
+from fumehood.client.adapters.openai.code_interpreter_tool import (
+    build_container_spec,
+    find_stated_memory_limit,
+)
 from fumehood.client.adapters.openai.compaction import CompactionManager
 from fumehood.client.adapters.openai.config import (
     MODELS_WITHOUT_REASONING,
@@ -15,17 +17,15 @@ from fumehood.client.adapters.openai.config import (
     OpenAIClientConfig,
     OpenAIHostedToolsConfig,
     OpenAIModelConfig,
+    check_client,
 )
+from fumehood.client.adapters.openai.container_errors import ContainerGoneError, build_container_error
 from fumehood.client.adapters.openai.evaluation import Evaluation
 from fumehood.client.adapters.openai.native_tools.native_tool_section import (
     check_native_tools,
     merge_native_tool_lists,
 )
-from fumehood.client.adapters.openai.responses_client import (
-    ContainerGoneError,
-    ResponsesClient,
-    is_fumehood_gateway,
-)
+from fumehood.client.adapters.openai.responses_client import ResponsesClient, is_fumehood_gateway
 from fumehood.client.adapters.openai.wire import EXECUTION_FIELD, responses_tool_choice, responses_tool_spec
 from fumehood.client.adapters.openai.workspace import OpenAIContainerWorkspaceSection
 from fumehood.client.adapters.provider_adapter import PromptResponse
@@ -33,7 +33,7 @@ from fumehood.client.adapters.shared import ToolExecutor, tool_to_spec
 from fumehood.client.budget import Budget, BudgetTracker
 from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
-from fumehood.client.errors import ContainerExpiredError, PromptValidationError
+from fumehood.client.errors import PromptValidationError
 from fumehood.client.filesystem import Filesystem
 from fumehood.client.prompt._types import SupportsDataclass
 from fumehood.client.prompt.prompt import Prompt, RenderedPrompt, ToolChoice, merge_native_tools
@@ -43,6 +43,7 @@ from fumehood.client.runtime.evaluation_observer import NOOP_OBSERVER, Evaluatio
 from fumehood.client.runtime.events import EventBus, FanOutEventBus
 from fumehood.client.runtime.session import Session, SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
+from fumehood.client.type_validation import check_arguments, require_type, shorten_repr
 from fumehood.client.workspace_section import WorkspaceSection
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class OpenAIAdapter:
 
     provider = "openai"
 
+    @check_arguments
     def __init__(
         self,
         *,
@@ -91,14 +93,9 @@ class OpenAIAdapter:
         max_turns: limit of model requests per evaluation. observer: observes every evaluation, such as
         `fumehood.telemetry.ClientTelemetry`.
         """
-        require(
-            isinstance(cast(object, model), str) and model.strip(),
-            f"model is {model!r}; it has to be a name.",
-        )
-        require(
-            not inspect.iscoroutinefunction(getattr(client, "close", None)),
-            "client is an asynchronous one; evaluations are blocking, so pass an OpenAI(…).",
-        )
+        require(model.strip(), f"model is {model!r}; it has to be a name.")
+        if client is not None:
+            check_client(client)
         require(
             client is None or client_config is None, "client and client_config exclude each other; give one."
         )
@@ -158,16 +155,21 @@ class OpenAIAdapter:
         """
         require(
             isinstance(cast(object, prompt), Prompt),
-            f"{prompt!r} is no prompt; of a template, make Prompt(template).",
+            f"{shorten_repr(prompt)} is no prompt; of a template, make Prompt(template).",
         )
         require(
             isinstance(cast(object, deadline), Deadline | None),
-            f"deadline is {deadline!r}; in five seconds is Deadline.after(5).",
+            f"deadline is {shorten_repr(deadline)}; in five seconds is Deadline.after(5).",
         )
         require(
             isinstance(cast(object, budget), Budget | None),
-            f"budget is {budget!r}; so many tokens in all are Budget(max_total_tokens=…).",
+            f"budget is {shorten_repr(budget)}; so many tokens in all are Budget(max_total_tokens=…).",
         )
+        require_type(session, SessionProtocol | None, "session")
+        require_type(bus, EventBus | None, "bus")
+        require_type(budget_tracker, BudgetTracker | None, "budget_tracker")
+        require_type(resources, Resources | None, "resources")
+        require_type(parse_output, bool, "parse_output")
         require(
             budget is None or budget_tracker is None,
             "budget and budget_tracker exclude each other; give one.",
@@ -206,7 +208,7 @@ class OpenAIAdapter:
         self._set_container(request, rendered, workspace, api, deadline)
         if workspace is not None and (workspace.filesystem.archive or workspace.filesystem.relocated_files):
             rendered = bound.render(session=session)  # the text may have changed with the container
-        request["include"] = self._build_include(request)
+        request["include"] = self._build_include(request, deadline)
         manager = None
         if self._compaction is not None:
             manager = CompactionManager(self.client, self._compaction, session, model=self.model, api=api)
@@ -233,7 +235,9 @@ class OpenAIAdapter:
                 recreate_container=None
                 if workspace is None
                 else partial(_recreate_container, workspace, bound, context),
-                memory_limit=None if workspace is None else workspace.container_config.memory_limit,
+                memory_limit=find_stated_memory_limit(rendered.native_tools)
+                if workspace is None
+                else workspace.container_config.memory_limit,
                 parse_output=parse_output,
                 max_turns=self._max_turns,
             ).run()
@@ -316,11 +320,7 @@ class OpenAIAdapter:
                 "OpenAIHostedToolsConfig(code_interpreter=True).",
                 prompt_name=name,
             )
-            require(
-                "container" not in (interpreter or {}),
-                "The code interpreter has a container of its own besides the workspace's; leave one of them out.",
-                prompt_name=name,
-            )
+            workspace.check_tool_container(found["code_interpreter"].get("container"))
         return [*found.values()]
 
     def _set_container(
@@ -338,16 +338,16 @@ class OpenAIAdapter:
             if workspace is not None:
                 again = self._client_config.create_client if self._owns_client else None
                 workspace.bind_client(self.client, create_client=again, policy=self._throttle)
-                tool["container"] = workspace.filesystem.ensure_container(deadline=deadline)
+                tool["container"] = workspace.ensure_container(tool.get("container"), deadline=deadline)
                 continue
             container = tool.setdefault("container", {"type": "auto"})
             if isinstance(container, str):
                 _check_container_alive(container, api, rendered.prompt_name, deadline)
 
-    def _build_include(self, request: Mapping[str, Any]) -> list[str]:
+    def _build_include(self, request: Mapping[str, Any], deadline: Deadline | None) -> list[str]:
         kinds = [tool["type"] for tool in request.get("tools", ())]
         fields = [_INCLUDE_BY_TOOL[kind] for kind in kinds if kind in _INCLUDE_BY_TOOL]
-        if "code_interpreter" in kinds and is_fumehood_gateway(self.client):
+        if "code_interpreter" in kinds and is_fumehood_gateway(self.client, deadline=deadline):
             fields.append(EXECUTION_FIELD)
         if request.get("store") is False and not self.model.startswith(MODELS_WITHOUT_REASONING):
             fields.append("reasoning.encrypted_content")
@@ -380,13 +380,9 @@ def _check_container_alive(
     try:
         status = api.container_status(container_id, prompt_name=prompt_name, deadline=deadline)
     except ContainerGoneError as error:
-        raise ContainerExpiredError(container_id, error, _expired_message(container_id)) from error
+        raise build_container_error(container_id, error) from error
     if status in ("expired", "deleted"):
-        raise ContainerExpiredError(container_id, ContainerGoneError(status), _expired_message(container_id))
-
-
-def _expired_message(container_id: str) -> str:
-    return f"The container {container_id!r} has expired; make another one, or use AutoContainerConfig."
+        raise build_container_error(container_id, ContainerGoneError(status, is_expired=status == "expired"))
 
 
 def _find_filesystem(rendered: RenderedPrompt[Any], resources: ResourceRegistry) -> Filesystem | None:

@@ -2,11 +2,11 @@
 
 import base64
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
-from fumehood.client.adapters.openai.config import check_memory_tier
+from fumehood.client.adapters.openai.config import DEFAULT_MEMORY_LIMIT, check_memory_tier
 from fumehood.client.adapters.openai.wire import (
     EXECUTION_FIELD,
     FILE_CITATION_TYPE,
@@ -25,6 +25,7 @@ from fumehood.client.prompt.tool import (
     ToolHandler,
     ToolResult,
 )
+from fumehood.client.type_validation import check_arguments, require_field_types
 
 _DESCRIPTION = (
     "Runs Python that the model writes itself, in a container that keeps its variables and files between calls. "
@@ -41,11 +42,11 @@ class AutoContainerConfig:
     """A container that the provider creates on demand, with these files."""
 
     type: Literal["auto"] = "auto"
-    memory_limit: str = "1g"
+    memory_limit: str = DEFAULT_MEMORY_LIMIT
     file_ids: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        require(cast(object, self.type) == "auto", f"container.type is {self.type!r}; it has to be 'auto'.")
+        require_field_types(self, "container.")
         check_memory_tier(self.memory_limit, "container.memory_limit")
         require_strings(self.file_ids, "container.file_ids")
 
@@ -62,8 +63,9 @@ class ExistingContainerRef:
     memory_limit: str | None = None
 
     def __post_init__(self) -> None:
+        require_field_types(self, "container.")
         require(
-            isinstance(cast(object, self.id), str) and self.id.strip(),
+            self.id.strip(),
             f"container.id is {self.id!r}: name the container, or use AutoContainerConfig.",
         )
         if self.memory_limit is not None:
@@ -73,6 +75,9 @@ class ExistingContainerRef:
 @dataclass(frozen=True)
 class CodeInterpreterConfig:
     container: AutoContainerConfig | ExistingContainerRef = field(default_factory=AutoContainerConfig)
+
+    def __post_init__(self) -> None:
+        require_field_types(self)
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,7 @@ class CodeInterpreterResult:
 class OpenAICodeInterpreterTool(ProviderTool[NoParams, CodeInterpreterResult, CodeInterpreterConfig]):
     """Python that the model writes and the provider runs. Add it to a section like any other tool."""
 
+    @check_arguments
     def __init__(
         self,
         *,
@@ -146,7 +152,7 @@ class OpenAICodeInterpreterTool(ProviderTool[NoParams, CodeInterpreterResult, Co
         return {
             "type": "built_in",
             "name": "code_interpreter",
-            "container": build_container_spec(self.config.container),
+            "container": build_container_setting(self.config.container),
         }
 
     def attach(self, *file_ids: str) -> "OpenAICodeInterpreterTool":
@@ -175,7 +181,7 @@ def build_container_spec(container: object) -> str | dict[str, Any]:
     elif isinstance(container, Mapping):
         written = {str(name): value for name, value in cast(Mapping[Any, Any], container).items()}
         if "id" not in written:
-            tier, files = written.get("memory_limit", "1g"), written.get("file_ids", ())
+            tier, files = written.get("memory_limit", DEFAULT_MEMORY_LIMIT), written.get("file_ids", ())
             AutoContainerConfig(cast(Any, written.get("type")), tier, files)  # for its validation
             return written
         container = ExistingContainerRef(written["id"], written.get("memory_limit"))
@@ -187,6 +193,25 @@ def build_container_spec(container: object) -> str | dict[str, Any]:
         )
     spec: dict[str, Any] = {"type": "auto", "memory_limit": container.memory_limit}
     return {**spec, "file_ids": [*container.file_ids]} if container.file_ids else spec
+
+
+def build_container_setting(container: object) -> object:
+    """Return the container for an entry of `native_tools`: as it is sent, with the stated memory limit of an existing
+    one.
+    """
+    if isinstance(container, ExistingContainerRef) and container.memory_limit is not None:
+        return {"id": container.id, "memory_limit": container.memory_limit}
+    return build_container_spec(container)
+
+
+def find_stated_memory_limit(native_tools: Sequence[Mapping[str, object]]) -> str | None:
+    """Return the memory limit that the settings of a code interpreter state."""
+    for tool in native_tools:
+        container = tool.get("container") if tool.get("name") == "code_interpreter" else None
+        if isinstance(container, Mapping):
+            limit = cast(Mapping[str, object], container).get("memory_limit")
+            return limit if isinstance(limit, str) else None
+    return None
 
 
 def build_code_interpreter_result(

@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from fumehood.client.adapters.openai.config import CompactionConfig
+from fumehood.client.adapters.openai.config import CompactionConfig, check_client
 from fumehood.client.adapters.openai.responses_client import ResponsesClient
 from fumehood.client.adapters.openai.wire import normalize_input_messages
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import CompactionError
 from fumehood.client.runtime.session import SessionProtocol
+from fumehood.client.type_validation import check_arguments
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _CHARACTERS_PER_TOKEN = 4
 _IMAGE_CHARACTERS = 800 * _CHARACTERS_PER_TOKEN
+_MAX_FILE_CHARACTERS = 100_000  # a model reads no more of a file
 _UNCOUNTED_FIELDS = frozenset({"id", "type", "role", "status", "call_id", "encrypted_content"})
 
 
@@ -48,7 +50,9 @@ class LastModel:
 
 
 def estimate_tokens(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Estimate the tokens of messages: one for every four characters, and 800 for an image."""
+    """Estimate the tokens of messages: one for every four characters, and 800 for an image. Of a file, the first
+    100,000 characters count.
+    """
     return sum(_count_characters(dict(message)) for message in messages) // _CHARACTERS_PER_TOKEN
 
 
@@ -56,6 +60,8 @@ def _count_characters(value: Any, name: str = "") -> int:
     match value:
         case str() if name == "image_url":
             return _IMAGE_CHARACTERS
+        case str() if name == "file_data":  # base64
+            return min(len(value) * 3 // 4, _MAX_FILE_CHARACTERS)
         case str():
             return 0 if name in _UNCOUNTED_FIELDS else len(value)
         case Mapping():
@@ -73,6 +79,7 @@ class CompactionManager:
     model: the model that compacts; by default the last one that evaluated in the session.
     """
 
+    @check_arguments
     def __init__(
         self,
         client: "OpenAI",
@@ -82,6 +89,7 @@ class CompactionManager:
         model: str | None = None,
         api: ResponsesClient | None = None,
     ) -> None:
+        check_client(client)
         self._api = api or ResponsesClient(client)
         self._config = config
         self._session = session

@@ -1,11 +1,13 @@
 """Settings of the OpenAI adapter, validated when they are created."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from fumehood.client.dbc import require, require_strings
 from fumehood.client.errors import PromptValidationError
+from fumehood.client.type_validation import require_field_types, require_type, shorten_repr
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -24,6 +26,7 @@ _RESERVED_FIELDS = (
 )
 
 MEMORY_TIERS = ("1g", "4g", "16g", "64g")
+DEFAULT_MEMORY_LIMIT = "1g"  # of containers that a code interpreter asks for
 
 # Native tools by model prefix. Other models are not restricted.
 NATIVE_TOOLS: Mapping[str, frozenset[str]] = {
@@ -38,7 +41,20 @@ NATIVE_TOOLS: Mapping[str, frozenset[str]] = {
 MODELS_WITHOUT_REASONING = ("gpt-4o", "gpt-4.1")
 
 
+def check_client(client: object) -> None:
+    """Raise PromptValidationError unless it is a blocking client of the SDK."""
+    require(
+        hasattr(client, "with_options"),
+        f"client is {shorten_repr(client)}; it has to be a client of the SDK, such as OpenAI().",
+    )
+    require(
+        not inspect.iscoroutinefunction(getattr(client, "close", None)),
+        "client is an asynchronous one; evaluations are blocking, so pass an OpenAI(…).",
+    )
+
+
 def check_memory_tier(memory_limit: str, name: str) -> None:
+    require_type(memory_limit, str, name)
     require(
         memory_limit in MEMORY_TIERS,
         f"{name} is {memory_limit!r}; it has to be one of {', '.join(MEMORY_TIERS)}.",
@@ -57,20 +73,14 @@ class OpenAIModelConfig:
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
+        require_field_types(self)
         for name, most in (("temperature", 2), ("top_p", 1)):
-            value: object = getattr(self, name)
-            holds = value is None or (isinstance(value, int | float) and 0 <= value <= most)
-            require(holds, f"{name} is {value!r}; it has to be a number from 0 to {most}.")
-        limit = cast(object, self.max_output_tokens)
-        require(
-            limit is None or (isinstance(limit, int) and limit > 0),
-            f"max_output_tokens is {limit!r}; it has to be a positive whole number.",
-        )
-        reasoning = cast(object, self.reasoning)
-        require(
-            reasoning is None or isinstance(reasoning, Mapping),
-            f"reasoning is {reasoning!r}; it has to be a mapping, such as {{'effort': 'low'}}.",
-        )
+            value: float | None = getattr(self, name)
+            require(
+                value is None or 0 <= value <= most, f"{name} is {value!r}; it has to be from 0 to {most}."
+            )
+        limit = self.max_output_tokens
+        require(limit is None or limit > 0, f"max_output_tokens is {limit!r}; it has to be positive.")
         twice = self.extra.keys() & {*_RESERVED_FIELDS, *self._set_fields()}
         require(not twice, f"extra contains {min(twice, default='')!r}, which is set elsewhere.")
 
@@ -93,6 +103,7 @@ class OpenAIClientConfig:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
+        require_field_types(self)
         url = self.base_url
         require(
             url is None or url.startswith(("http://", "https://")),
@@ -128,6 +139,7 @@ class FileSearchConfig:
     max_results: int = 20
 
     def __post_init__(self) -> None:
+        require_field_types(self)
         self.envelope()
 
     def envelope(self) -> Mapping[str, object]:
@@ -141,6 +153,9 @@ class OpenAIHostedToolsConfig:
     code_interpreter: bool = False
     file_search: FileSearchConfig | None = None
     web_search: bool = False
+
+    def __post_init__(self) -> None:
+        require_field_types(self, "hosted_tools.")
 
     def envelopes(self) -> list[Mapping[str, object]]:
         """Return the entries for `RenderedPrompt.native_tools`."""
@@ -157,10 +172,8 @@ class OpenAIHostedToolsConfig:
 def file_search_envelope(vector_store_ids: tuple[str, ...], max_results: int) -> Mapping[str, object]:
     """Raise PromptValidationError for malformed settings; a missing store is found later."""
     require_strings(vector_store_ids, "vector_store_ids")
-    require(
-        isinstance(cast(object, max_results), int) and 1 <= max_results <= 50,
-        f"max_results is {max_results!r}; it has to be a whole number from 1 to 50.",
-    )
+    require_type(max_results, int, "max_results")
+    require(1 <= max_results <= 50, f"max_results is {max_results!r}; it has to be from 1 to 50.")
     return {
         "type": "built_in",
         "name": "file_search",
@@ -181,10 +194,8 @@ class ContainerConfig:
     mode: Literal["auto", "explicit"] = "explicit"
 
     def __post_init__(self) -> None:
+        require_field_types(self, "container_config.")
         check_memory_tier(self.memory_limit, "container_config.memory_limit")
-        require(
-            self.mode in ("auto", "explicit"), f"mode is {self.mode!r}; it has to be 'auto' or 'explicit'."
-        )
 
 
 @dataclass(frozen=True)
@@ -200,6 +211,7 @@ class CompactionConfig:
     zdr_mode: bool = False
 
     def __post_init__(self) -> None:
+        require_field_types(self)
         require(
             self.threshold_tokens > 0, f"threshold_tokens is {self.threshold_tokens}; it has to be positive."
         )

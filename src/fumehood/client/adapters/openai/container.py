@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fumehood.client.adapters.openai.config import ContainerConfig
-from fumehood.client.adapters.openai.responses_client import (
-    ContainerGoneError,
-    is_fumehood_gateway,
-    send_with_retry,
-)
+from fumehood.client.adapters.openai.config import ContainerConfig, check_client
+from fumehood.client.adapters.openai.container_errors import ContainerGoneError, build_container_error
+from fumehood.client.adapters.openai.responses_client import is_fumehood_gateway, send_with_retry
 from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
-from fumehood.client.errors import ContainerExpiredError, PromptEvaluationError
+from fumehood.client.errors import PromptEvaluationError
 from fumehood.client.parallel import WorkerCancellation
 from fumehood.client.throttle import ThrottlePolicy
+from fumehood.client.type_validation import check_arguments
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -69,11 +67,12 @@ def _is_text(content: bytes) -> bool:
 class ContainerManager:
     """Creates containers, and transfers files.
 
-    Raises ContainerExpiredError if the container is gone, FileNotFoundError if only the file is, and
-    PromptEvaluationError for any other error of the provider. policy: retries for a busy provider. deadline: for all
-    requests together. token: cancels parallel transfers.
+    Raises ContainerExpiredError or ContainerNotFoundError if the container is gone, FileNotFoundError if only the file
+    is, and PromptEvaluationError for any other error of the provider. policy: retries for a busy provider.
+    deadline: for all requests together. token: cancels parallel transfers.
     """
 
+    @check_arguments
     def __init__(
         self,
         client: "OpenAI",
@@ -83,6 +82,7 @@ class ContainerManager:
         deadline: Deadline | None = None,
         token: WorkerCancellation | None = None,
     ) -> None:
+        check_client(client)
         self.client = client
         self.config = config or ContainerConfig()
         self._policy = policy or ThrottlePolicy()
@@ -147,7 +147,7 @@ class ContainerManager:
         """Upload a tar archive and unpack it. If the server cannot unpack it, the archive is uploaded for code to
         unpack.
         """
-        unpacks = is_fumehood_gateway(self.client)
+        unpacks = is_fumehood_gateway(self.client, deadline=self._deadline)
         fields: dict[str, Any] = {"extra_body": {"unpack": "true"}} if unpacks else {}
 
         def send(more: dict[str, Any]) -> ContainerFileEntry:
@@ -200,8 +200,7 @@ class ContainerManager:
         except ContainerGoneError as error:
             if self.is_alive(container_id):
                 raise FileNotFoundError(str(error)) from error
-            message = f"The container {container_id!r} has expired, and its files are gone."
-            raise ContainerExpiredError(container_id, error, message) from error
+            raise build_container_error(container_id, error, "its files are gone") from error
 
 
 def _read_entry(found: Any) -> ContainerFileEntry:

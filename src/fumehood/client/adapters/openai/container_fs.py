@@ -4,15 +4,17 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fumehood.client.adapters.openai.config import ContainerConfig
+from fumehood.client.adapters.openai.config import ContainerConfig, check_client
 from fumehood.client.adapters.openai.container import ContainerFileEntry, ContainerManager
 from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import (
     ContainerExpiredError,
+    ContainerNotFoundError,
     DeadlineExceededError,
     PromptEvaluationError,
     WorkspaceSecurityError,
@@ -28,6 +30,7 @@ from fumehood.client.filesystem import (
 from fumehood.client.parallel import WorkerCancellation, run_parallel
 from fumehood.client.runtime.session import SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
+from fumehood.client.type_validation import check_arguments
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -57,6 +60,7 @@ class ContainerFilesystem(ListingFilesystem):
     relocated_files: paths in the container of files that the server has renamed.
     """
 
+    @check_arguments
     def __init__(
         self,
         *,
@@ -68,6 +72,8 @@ class ContainerFilesystem(ListingFilesystem):
     ) -> None:
         """client: a client, or a function that returns one. session: where mode "auto" finds a container to reuse."""
         self.policy: ThrottlePolicy | None = None
+        if not callable(client):
+            check_client(client)
         self._client = client
         self._config = container_config
         self._tarball = tarball_path
@@ -79,6 +85,7 @@ class ContainerFilesystem(ListingFilesystem):
         # Ids of our files, because a server may rename them, and their paths if it does.
         self._uploaded_paths: dict[str, str] = {}
         self.relocated_files: dict[str, str] = {}
+        self._attached_ids: list[str] = []
         self._closed = False
         self._lock = threading.RLock()
 
@@ -91,6 +98,17 @@ class ContainerFilesystem(ListingFilesystem):
             if self._manager(deadline).is_alive(self.container_id):
                 return self.container_id
             return self.renew_container(deadline=deadline)
+
+    def attach(self, *file_ids: str, deadline: Deadline | None = None) -> None:
+        """Add files that were uploaded to the provider, also to every container that replaces this one."""
+        with self._lock:
+            self._check_open()
+            added = [one for one in dict.fromkeys(file_ids) if one not in self._attached_ids]
+            if self.container_id is not None:
+                manager = self._manager(deadline)
+                for file_id in added:
+                    self._with_container(partial(manager.attach, file_id=file_id))
+            self._attached_ids += added
 
     def is_alive(self) -> bool:
         """Whether the container exists; never creates one."""
@@ -220,6 +238,8 @@ class ContainerFilesystem(ListingFilesystem):
         for path, content in self._changes.items():
             if content is not None:
                 self._upload(container_id, path, content, manager)
+        for file_id in self._attached_ids:
+            manager.attach(container_id, file_id)
         self.container_id = container_id
         if self._session is not None and self._config.mode == "auto":
             self._session[SharedContainer].seed(SharedContainer(container_id, self._config.memory_limit))
@@ -243,7 +263,7 @@ class ContainerFilesystem(ListingFilesystem):
             container_id = self.container_id or self.ensure_container()
         try:
             return act(container_id)
-        except ContainerExpiredError:
+        except (ContainerExpiredError, ContainerNotFoundError):
             return act(self.renew_container(container_id))
 
     # ---- its files ------------------------------------------------------------------------------------------

@@ -11,17 +11,16 @@ from functools import partial
 from typing import Any
 
 from fumehood.client import serde
-from fumehood.client.adapters.openai.code_interpreter_tool import (
-    CodeInterpreterResult,
-    build_code_interpreter_result,
-)
 from fumehood.client.adapters.openai.compaction import (
     CompactionManager,
     LastModel,
     Transcript,
     estimate_tokens,
 )
-from fumehood.client.adapters.openai.responses_client import ContainerGoneError, ResponsesClient
+from fumehood.client.adapters.openai.container_errors import ContainerGoneError, build_container_error
+from fumehood.client.adapters.openai.input_items import build_prompt_items, replace_prompt_text
+from fumehood.client.adapters.openai.provider_output import build_provider_result
+from fumehood.client.adapters.openai.responses_client import ResponsesClient
 from fumehood.client.adapters.openai.wire import (
     Item,
     ProviderToolCallData,
@@ -50,7 +49,6 @@ from fumehood.client.prompt.structured_output import parse_structured_output
 from fumehood.client.prompt.tool import (
     ProviderTool,
     ToolContext,
-    ToolResult,
     index_tools_by_name,
     select_provider_tools,
 )
@@ -68,8 +66,7 @@ class Evaluation[Out]:
     in it; None if the container is not ours.
     memory_limit: of the workspace's container.
     manager: keeps the session's conversation; without one, every evaluation starts anew.
-    prompt_message: the message with the prompt's text: a system message at the start of a conversation, else a user
-    message.
+    prompt_items: the prompt's text, then its files and pictures if they are a message of their own.
     """
 
     api: ResponsesClient
@@ -82,7 +79,7 @@ class Evaluation[Out]:
     memory_limit: str | None
     parse_output: bool
     max_turns: int
-    prompt_message: Item = field(default_factory=lambda: {"role": "system", "content": ""})
+    prompt_items: list[Item] = field(default_factory=list[Item])
     usage: TokenUsage = field(default_factory=TokenUsage)
     transcript: list[Item] = field(default_factory=list[Item])
     history: list[Item] = field(default_factory=list[Item])  # of the session, since its last compaction
@@ -96,10 +93,12 @@ class Evaluation[Out]:
         )
         past = self.context.session[Transcript].latest() if self.manager else None
         self.history = [dict(item) for item in past.items] if past else []
-        self.prompt_message["content"] = self.rendered.text
-        if self.manager is not None and self.manager.has_conversation:
-            self.prompt_message["role"] = "user"  # only the first turn is a system message
-        self._append_items([self.prompt_message])
+        self.prompt_items = build_prompt_items(
+            self.rendered.text,
+            self.rendered.attachments,
+            starts_conversation=self.manager is None or not self.manager.has_conversation,
+        )
+        self._append_items(self.prompt_items)
         self._warn_about_large_prompt()
         for _ in range(self.max_turns):
             response = self._request_response()
@@ -112,10 +111,8 @@ class Evaluation[Out]:
             self._append_items([self._run_function(call) for call in calls])
             self._reset_tool_choice()
             if self._compact_between_turns(response):
-                self.history, self.items_before_compaction = (
-                    [self.prompt_message],
-                    1,
-                )  # the task itself must not be summarised
+                # The task itself must not be summarised.
+                self.history, self.items_before_compaction = [*self.prompt_items], len(self.prompt_items)
         raise PromptEvaluationError(
             f"There was no answer after {self.max_turns} turns; raise max_turns, or look at what its tools say.",
             prompt_name=self.rendered.prompt_name,
@@ -160,10 +157,9 @@ class Evaluation[Out]:
     def _replace_container(self, error: ContainerGoneError) -> None:
         known = _find_container_id(self.request) or "(unknown)"
         if self.recreate_container is None:
-            raise ContainerExpiredError(
-                known, error, f"The container {known!r} has expired; make another one."
-            ) from error
-        made, self.prompt_message["content"] = self.recreate_container(known)
+            raise build_container_error(known, error, "make another one") from error
+        made, text = self.recreate_container(known)
+        replace_prompt_text(self.prompt_items[0], text)
         for tool in self.request["tools"]:
             if tool["type"] == "code_interpreter":
                 tool["container"] = made
@@ -184,7 +180,12 @@ class Evaluation[Out]:
         """Raise unless the response can lead to an answer."""
         end = response.finish_reason
         if end == "stop":
-            return
+            if read_last_message(response.output) or find_function_calls(response.output):
+                return
+            raise PromptEvaluationError(
+                "The answer is empty: the response has neither text nor a call of a function.",
+                **self._error_fields(response.output),
+            )
         required = self.rendered.output is not None or not read_last_message(response.output)
         if end in ("content_filter", "refusal") and required:
             raise FilteredOutputError(
@@ -239,7 +240,7 @@ class Evaluation[Out]:
     def _call_provider_handler(self, tool: ProviderTool[Any, Any, Any] | None, report: Any) -> object:
         """Call the tool's handler with the provider's report."""
         if tool is None:
-            return _default_result(report, self.context)
+            return build_provider_result(report, self.context)
         if tool.handle_provider_output is not None:
             return tool.handle_provider_output(report, self.context, tool.result_type)
         return self.executor.call_handler(tool, report)
@@ -308,7 +309,7 @@ class Evaluation[Out]:
         return self.api.count_tokens({**request, "input": window}, deadline=self.context.deadline)
 
     def _warn_about_large_prompt(self) -> None:
-        tokens = estimate_tokens([self.prompt_message])
+        tokens = estimate_tokens(self.prompt_items)
         if self.manager is not None and tokens > self.manager.threshold // 2:
             _log.warning(
                 "The prompt %s has about %d tokens, more than half of threshold_tokens (%d): the conversation can "
@@ -320,7 +321,7 @@ class Evaluation[Out]:
 
     def _warn_about_large_window(self, tokens: int) -> None:
         """Warn once per compaction."""
-        if self.manager is not None and self.history[0] is self.prompt_message:
+        if self.manager is not None and self.history[0] is self.prompt_items[0]:
             _log.warning(
                 "The conversation of %s has %d tokens right after its compaction, more than threshold_tokens (%d); it "
                 "is compacted again when there is more to gain. Raise the threshold, or have fewer tools.",
@@ -369,13 +370,6 @@ def _handler_input(tool: ProviderTool[Any, Any, Any] | None, data: ProviderToolC
         return data
     params: object = serde.decode(data.arguments, object) if data.arguments else dict(data.raw)
     return serde.convert(params, tool.params_type)
-
-
-def _default_result(data: ProviderToolCallData, context: ToolContext) -> ToolResult[Any]:
-    """Build the result of a native tool without a Tool in the prompt."""
-    if data.name == "code_interpreter":
-        return build_code_interpreter_result(data, context, CodeInterpreterResult)
-    return ToolResult(f"{data.name}: {data.status or 'completed'}", data, success=data.status != "failed")
 
 
 def _find_container(request: Mapping[str, Any]) -> Any:

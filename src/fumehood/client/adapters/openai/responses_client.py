@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
+from fumehood.client.adapters.openai.container_errors import ContainerGoneError, read_gone_error
 from fumehood.client.adapters.openai.wire import WireResponse, build_response_event
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import DeadlineExceededError, PromptEvaluationError
@@ -27,10 +28,6 @@ _RETRYABLE_STATUSES = (408, 429)
 _PROBE_SECONDS = 10
 _MIN_COMPACT_THRESHOLD = 1000  # tokens, the minimum that the API accepts
 _known_gateways: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-
-
-class ContainerGoneError(Exception):
-    """The provider says that a container is expired or missing. Never leaves the adapter."""
 
 
 def send_with_retry[T](
@@ -107,7 +104,7 @@ class ResponsesClient:
     ) -> WireResponse:
         """Compact a conversation. threshold: its size limit, which only the fumehood gateway accepts."""
         extra: dict[str, Any] = {}
-        if threshold is not None and is_fumehood_gateway(self.client):
+        if threshold is not None and is_fumehood_gateway(self.client, deadline=deadline):
             managed = {"type": "compaction", "compact_threshold": max(_MIN_COMPACT_THRESHOLD, threshold)}
             extra["context_management"] = [managed]
         send = partial(self._sdk.responses.with_raw_response.compact, **request, extra_body=extra)
@@ -184,8 +181,8 @@ def _decode_response(content: bytes, prompt_name: str) -> WireResponse:
         ) from error
 
 
-def is_fumehood_gateway(client: "OpenAI") -> bool:
-    """Whether the server is a fumehood gateway. OpenAI is never asked; others are, once."""
+def is_fumehood_gateway(client: "OpenAI", *, deadline: Deadline | None = None) -> bool:
+    """Whether the server is a fumehood gateway. OpenAI is never asked; others are, once, within the deadline."""
     if client not in _known_gateways:
         if (client.base_url.host or "").endswith("openai.com"):
             _known_gateways[client] = False
@@ -194,7 +191,9 @@ def is_fumehood_gateway(client: "OpenAI") -> bool:
 
             try:
                 # The body does not matter.
-                client.with_options(max_retries=0, timeout=_PROBE_SECONDS).get("/fumehood", cast_to=object)
+                seconds = _PROBE_SECONDS if deadline is None else deadline.remaining().total_seconds()
+                asked = client.with_options(max_retries=0, timeout=min(_PROBE_SECONDS, max(seconds, 0.001)))
+                asked.get("/fumehood", cast_to=object)
                 _known_gateways[client] = False
             except openai.APIStatusError as error:  # not a fumehood gateway
                 _known_gateways[client] = VERSION_HEADER in error.response.headers
@@ -219,9 +218,9 @@ def _classify_error(error: Exception, prompt_name: str) -> TransientFailure:
         error.status_code in _RETRYABLE_STATUSES and error.code != "insufficient_quota"
     )
     if passes and error.response.headers.get("x-should-retry") != "false":
-        return TransientFailure(error, _parse_retry_after(error.response.headers))
-    if is_container_gone(error):
-        raise ContainerGoneError(error.message) from error
+        return TransientFailure(error, _parse_retry_after(error.response.headers), _error_message(error))
+    if (gone := read_gone_error(error)) is not None:
+        raise gone from error
     raise PromptEvaluationError(
         f"The provider refused the request ({error.status_code}): {_error_message(error)}",
         prompt_name=prompt_name,
@@ -244,15 +243,6 @@ def _error_message(error: "APIStatusError") -> str:
     body: object = error.body
     message = cast(Mapping[str, object], body).get("message") if isinstance(body, Mapping) else None
     return str(message or error.message)
-
-
-def is_container_gone(error: Exception) -> bool:
-    """Whether an error of the SDK says that a container is expired or missing."""
-    status = getattr(error, "status_code", None)
-    words = str(error).lower()
-    if getattr(error, "code", None) == "model_not_found":  # whatever the model is called
-        return False
-    return "container" in words and (status == 404 or (status == 400 and "expired" in words))
 
 
 def _parse_retry_after(headers: Mapping[str, str]) -> float | None:

@@ -6,17 +6,24 @@ import shutil
 import tarfile
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from fumehood.client.adapters.openai.config import ContainerConfig, OpenAIClientConfig
+from fumehood.client.adapters.openai.config import (
+    DEFAULT_MEMORY_LIMIT,
+    ContainerConfig,
+    OpenAIClientConfig,
+    check_client,
+)
 from fumehood.client.adapters.openai.container import WORKING_DIRECTORY
 from fumehood.client.adapters.openai.container_fs import ContainerFilesystem
 from fumehood.client.dbc import require
+from fumehood.client.deadlines import Deadline
 from fumehood.client.mounts import HostMount, escape_name
 from fumehood.client.runtime.session import SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
+from fumehood.client.type_validation import check_arguments
 from fumehood.client.workspace_section import WorkspaceSection
 
 if TYPE_CHECKING:
@@ -45,6 +52,7 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
     `filesystem`.
     """
 
+    @check_arguments
     def __init__(
         self,
         *,
@@ -71,6 +79,8 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
             template=template,
         )
         self.container_config = container_config or ContainerConfig()
+        if client is not None:
+            check_client(client)
         self._client = client
         self._own_client: OpenAI | None = None
         self._create_client: Callable[[], OpenAI] | None = None
@@ -116,6 +126,35 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
             self._client = client
         self._create_client = create_client
         self._filesystem.policy = policy
+
+    def check_tool_container(self, container: object) -> None:
+        """Raise PromptValidationError unless a code interpreter with these settings can use this workspace's container.
+
+        container: as it would be sent; None for no settings.
+        """
+        require(
+            not isinstance(container, str),
+            f"The code interpreter names the container {container!r}, and the workspace has its own; leave one of them "
+            "out.",
+        )
+        settings = cast(Mapping[str, object], container or {})
+        limit, ours = settings.get("memory_limit", DEFAULT_MEMORY_LIMIT), self.container_config.memory_limit
+        require(
+            limit in (DEFAULT_MEMORY_LIMIT, ours),
+            f"The code interpreter has the memory_limit {limit!r}, and the workspace {ours!r}: they share one "
+            "container, so set container_config of the workspace.",
+        )
+        others = settings.keys() - {"type", "memory_limit", "file_ids"}
+        require(
+            not others,
+            f"The code interpreter sets {min(others, default='')!r} of its container, which is the workspace's.",
+        )
+
+    def ensure_container(self, container: object = None, *, deadline: Deadline | None = None) -> str:
+        """Return the id of the live container, with the files that a code interpreter's settings name."""
+        settings = cast(Mapping[str, Any], container) if isinstance(container, Mapping) else {}
+        self._filesystem.attach(*settings.get("file_ids", ()), deadline=deadline)
+        return self._filesystem.ensure_container(deadline=deadline)
 
     def download_all(self, dest: Path) -> None:
         """Copy all files to a directory. Without a live container, these are the local copies."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fumehood.client.adapters.openai.config import file_search_envelope
 from fumehood.client.adapters.openai.native_tools.native_tool_section import NativeToolSection
 from fumehood.client.dbc import require
+from fumehood.client.type_validation import require_field_types
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,9 @@ class FileSearchParams:
     corpus_ids: tuple[str, ...] = ()
     max_results: int = 5
     vector_store_ids: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_field_types(self)
 
 
 class OpenAIFileSearchSection(NativeToolSection[FileSearchParams]):

@@ -10,6 +10,7 @@ from fumehood.client.dbc import require, require_strings
 from fumehood.client.errors import PromptValidationError
 from fumehood.client.prompt._types import ParamsT_co, SupportsDataclass
 from fumehood.client.prompt.section import Section
+from fumehood.client.type_validation import check_arguments
 
 
 class NativeToolSection(Section[ParamsT_co]):
@@ -17,6 +18,7 @@ class NativeToolSection(Section[ParamsT_co]):
 
     native_name: str
 
+    @check_arguments
     def __init__(
         self,
         *,

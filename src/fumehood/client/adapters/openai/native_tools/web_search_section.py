@@ -6,6 +6,7 @@ from typing import Literal
 
 from fumehood.client.adapters.openai.native_tools.native_tool_section import NativeToolSection
 from fumehood.client.dbc import require, require_strings
+from fumehood.client.type_validation import require_field_types
 
 _SIZES = ("low", "medium", "high")
 
@@ -19,6 +20,9 @@ class WebSearchParams:
 
     search_context_size: Literal["low", "medium", "high"] | None = None
     allowed_domains: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_field_types(self)
 
 
 class OpenAIWebSearchSection(NativeToolSection[WebSearchParams]):
