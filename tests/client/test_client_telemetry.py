@@ -36,7 +36,7 @@ from fumehood.client.adapters.openai import (
     ExistingContainerRef,
     OpenAICodeInterpreterTool,
 )
-from fumehood.client.errors import ContainerExpiredError, DeadlineExceededError, ThrottleError
+from fumehood.client.errors import ContainerNotFoundError, DeadlineExceededError, ThrottleError
 from fumehood.message_parts.otel_parts import REPRESENTATIONS
 from fumehood.message_parts.validation import validate
 from fumehood.telemetry.client_telemetry import ClientTelemetry
@@ -366,10 +366,10 @@ def test_finish_reasons_follow_the_conventions(
 
 def test_an_error_before_a_request_fails_the_evaluations_span(recorded: TelemetryRecorder) -> None:
     tool = OpenAICodeInterpreterTool(container=ExistingContainerRef("cntr_gone"))
-    with pytest.raises(ContainerExpiredError):
+    with pytest.raises(ContainerNotFoundError):
         recorded.evaluate(prompt(tool))
     assert span_endings(recorded.spans()) == [
-        ("invoke_agent task", "ContainerExpiredError", StatusCode.ERROR),
+        ("invoke_agent task", "ContainerNotFoundError", StatusCode.ERROR),
     ]
 
 

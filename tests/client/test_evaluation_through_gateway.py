@@ -270,7 +270,7 @@ def test_a_workspace_and_the_tool_share_one_container(
             text_answer("Read."),
             session=session,
         )
-        results = [event.result.value for event in events]
+        results = [event.result.value or CodeInterpreterResult() for event in events]
         assert {result.container_id for result in results} == {workspace.container_id}
         assert results[-1].stdout == "7\n 20 22\n"
         gateway_server.client.containers.delete(workspace.container_id or "")  # another one gets the same

@@ -50,6 +50,7 @@ from fumehood.client.adapters.openai import (
     OpenAIHostedToolsConfig,
     OpenAIModelConfig,
     OpenAIWebSearchSection,
+    build_code_interpreter_result,
 )
 from fumehood.client.adapters.openai.native_tools.code_interpreter_section import CodeInterpreterParams
 from fumehood.client.adapters.openai.native_tools.file_search_section import FileSearchParams
@@ -102,7 +103,7 @@ CONSTRUCTORS: dict[Callable[..., Any], dict[str, Any]] = {
         "provider": "openai",
         "native_type": "web_search",
         "config": {},
-        "handle_provider_output": lambda data, context, kind: None,
+        "handle_provider_output": build_code_interpreter_result,
     },
     ResourceRegistry.build: {"resources": {}},
     Session: {},
@@ -156,15 +157,14 @@ def test_every_class_of_settings_is_tested() -> None:
     import fumehood.client
     import fumehood.client.adapters.openai
 
-    public = {
-        value
+    public: dict[str, Any] = {
+        name: getattr(module, name)
         for module in (fumehood.client, fumehood.client.adapters.openai)
-        for value in (getattr(module, name) for name in module.__all__)
-        if dataclasses.is_dataclass(value)
-        if value.__name__.endswith(("Config", "Ref", "Policy", "Budget", "Deadline", "Mount"))
-        or value.__name__.startswith("Input")
+        for name in module.__all__
+        if name.endswith(("Config", "Ref", "Policy", "Budget", "Deadline", "Mount"))
+        or name.startswith("Input")
     }
-    assert public - CONFIGS.keys() == set()
+    assert {*filter(dataclasses.is_dataclass, public.values())} - CONFIGS.keys() == set()
 
 
 @pytest.mark.parametrize(("kind", "name"), FIELDS)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -300,10 +300,10 @@ def test_a_handler_of_ones_own_wraps_the_default_one(openai_stand_in: OpenAIStan
         ),
         session=session,
     )
-    ran, searched = (event.result for event in events)
-    assert (ran.message, ran.value.stdout, ran.success) == ("DONE\n", "done\n", True)
+    (ran, output), (searched, report) = ((event.result, cast(Any, event.result.value)) for event in events)
+    assert (ran.message, output.stdout, ran.success) == ("DONE\n", "done\n", True)
     assert searched.message == "searched: web_search: completed"
-    assert searched.value.id == "ws_1"
+    assert report.id == "ws_1"
 
 
 def test_without_a_handler_for_it_the_report_is_decoded_into_the_parameters(

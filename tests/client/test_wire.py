@@ -365,7 +365,12 @@ TIER_ERROR = r"container\.memory_limit is .* one of 1g, 4g, 16g, 64g"
         (AutoContainerConfig, {"type": "existing"}, r"container\.type is 'existing'"),
         (AutoContainerConfig, {"file_ids": "file-1"}, r"container\.file_ids is 'file-1'"),
         (AutoContainerConfig, {"file_ids": [""]}, r"container\.file_ids is \[''\]"),
-        *((AutoContainerConfig, {"memory_limit": tier}, TIER_ERROR) for tier in ("8g", "", "1G", "2g", None)),
+        *((AutoContainerConfig, {"memory_limit": tier}, TIER_ERROR) for tier in ("8g", "", "1G", "2g")),
+        (
+            AutoContainerConfig,
+            {"memory_limit": None},
+            r"container\.memory_limit is None; it has to be a text",
+        ),
         *(
             (ExistingContainerRef, {"id": "c", "memory_limit": tier}, TIER_ERROR)
             for tier in ("8g", "", "1G", "2g")

@@ -39,7 +39,7 @@ def require_field_types(instance: Any, prefix: str = "") -> None:
 
     prefix: precedes the names of the fields in the message. Fields without a `repr` are secrets.
     """
-    kinds = _annotations_of(type(instance))
+    kinds = _annotations_of(cast(Any, type(instance)))
     for one in fields(instance):
         if one.name in kinds:
             value = getattr(instance, one.name)
@@ -117,21 +117,27 @@ def _matches(value: object, kind: Any) -> bool:
 
 
 def _matches_class(value: object, kind: Any, arguments: tuple[Any, ...]) -> bool:
-    if kind in (Callable, typing.Callable):
+    if kind is Callable:
         return callable(value)
-    if not isinstance(kind, type):
+    if not _is_class(kind, object):
         return True
-    if issubclass(kind, Mapping):
+    if _is_class(kind, Mapping):
         return isinstance(value, Mapping) and _match_items(cast(Mapping[Any, Any], value), arguments)
-    if issubclass(kind, Collection) and kind not in (str, bytes):
+    if _is_class(kind, Collection) and not _is_class(kind, (str, bytes)):
         return _is_several(value) and all(
             _matches(one, arguments[0]) for one in cast(Collection[Any], value) if arguments
         )
-    if getattr(kind, "_is_protocol", False) and not issubclass(kind, os.PathLike):
-        return all(hasattr(value, name) for name in cast(Any, kind).__protocol_attrs__)
+    if _is_class(kind, os.PathLike):
+        return isinstance(value, os.PathLike)
+    if getattr(kind, "_is_protocol", False):
+        return all(hasattr(value, name) for name in kind.__protocol_attrs__)
     if getattr(kind, "type_arguments", ()):  # `Tool[Query, Rows]` is a subclass of what is meant
         kind = kind.__mro__[1]
     return isinstance(value, kind)
+
+
+def _is_class(kind: Any, bases: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, bases)
 
 
 def _match_items(value: Mapping[Any, Any], arguments: tuple[Any, ...]) -> bool:
@@ -157,16 +163,16 @@ def _describe(kind: Any) -> str:
         return " or ".join(dict.fromkeys(_describe(one) for one in arguments))
     if origin is Literal:
         return " or ".join(map(repr, arguments))
-    plain = origin or kind
-    if plain in (Callable, typing.Callable) or "__call__" in getattr(plain, "__protocol_attrs__", ()):
+    plain: Any = origin or kind
+    if plain is Callable or "__call__" in getattr(plain, "__protocol_attrs__", ()):
         return "a function"
-    if isinstance(plain, type) and issubclass(plain, Mapping):
+    if _is_class(plain, Mapping):
         return (
             f"a mapping of {_describe(arguments[0])} to {_describe(arguments[1])}"
             if arguments
             else "a mapping"
         )
-    if isinstance(plain, type) and issubclass(plain, Collection):
+    if _is_class(plain, Collection):
         return (
             f"several in a tuple or list, each {_describe(arguments[0])}" if arguments else "a tuple or list"
         )

@@ -9,7 +9,7 @@ from typing import Any, Generic, Self, cast
 
 from fumehood.client.dbc import require
 from fumehood.client.prompt._types import ParamsT_co, RuntimeGeneric, SupportsDataclass
-from fumehood.client.prompt.attachments import Attachment, find_attachments
+from fumehood.client.prompt.attachments import Attachment, InputFile, InputImage, find_attachments
 from fumehood.client.prompt.tool import AnyTool
 from fumehood.client.type_validation import check_arguments, shorten_repr
 
@@ -193,8 +193,7 @@ def fill_placeholders(template: str, params: SupportsDataclass | None) -> str:
 
 def _format_value(value: object) -> str:
     """Return the text of a parameter; several files are shown by their names."""
-    if isinstance(value, list | tuple):
-        several = cast("list[object]", value)
-        if several and all(isinstance(one, Attachment.__value__) for one in several):
-            return ", ".join(map(str, several))
-    return str(value)
+    several = cast("list[object]", value) if isinstance(value, list | tuple) else []
+    if several and all(isinstance(one, InputFile | InputImage) for one in several):
+        return ", ".join(map(str, several))
+    return f"{value}"

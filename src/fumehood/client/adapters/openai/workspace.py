@@ -152,8 +152,9 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
 
     def ensure_container(self, container: object = None, *, deadline: Deadline | None = None) -> str:
         """Return the id of the live container, with the files that a code interpreter's settings name."""
-        settings = cast(Mapping[str, Any], container) if isinstance(container, Mapping) else {}
-        self._filesystem.attach(*settings.get("file_ids", ()), deadline=deadline)
+        if isinstance(container, Mapping):
+            file_ids = cast(Mapping[str, Sequence[str]], container).get("file_ids", ())
+            self._filesystem.attach(*file_ids, deadline=deadline)
         return self._filesystem.ensure_container(deadline=deadline)
 
     def download_all(self, dest: Path) -> None:
