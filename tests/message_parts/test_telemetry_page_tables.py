@@ -32,7 +32,7 @@ def test_every_representation_and_its_parts_are_on_the_page() -> None:
 
 def test_the_functions_and_commands_on_the_page_exist() -> None:
     named = re.findall(r"`message_parts\.(\w+)`", TEXT)
-    assert len(named) == 7
+    assert len(named) == 8
     for name in named:
         assert callable(getattr(message_parts, name))
     assert message_parts.SOURCE_FIELD in TEXT

@@ -115,6 +115,8 @@ ANTHROPIC: list[Sample] = [
     {"type": "mcp_tool_result", "tool_use_id": "mcptoolu_1", "is_error": False,
      "content": [{"type": "text", "text": "ok"}]},
     {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}},
+    {"type": "mcp_tool_listing", "mcp_server_name": "s", "tools": [
+        {"name": "t", "description": "Does it.", "input_schema": {"type": "object"}}]},
     {"type": "container_upload", "file_id": "file_1"},
     {"type": "text", "text": "Here.", "citations": None},
 ]
@@ -314,6 +316,9 @@ XAI: list[Sample] = [
     {"type": "custom_tool_call", "id": "ctc_1", "call_id": "call_11", "name": "x_semantic_search",
      "input": '{"query":"q"}', "status": "completed"},
     {"type": "x_search_call", "id": "xs_1", "status": "completed", "action": {"query": "q"}},
+    {"type": "code_execution_call", "id": "ce_1", "status": "completed", "arguments": '{"code":"print(2)"}'},
+    {"type": "view_image_call", "id": "vi_1", "status": "completed", "arguments": '{"image_url":"https://e.x"}'},
+    {"type": "view_x_video_call", "id": "vv_1", "status": "completed", "arguments": '{"video_url":"https://e.x"}'},
     *OPENAI[2:9],
 ]
 

@@ -5,6 +5,8 @@
 """
 
 from fumehood.message_parts.canonical_parts import (
+    BlobPart,
+    FilePart,
     Json,
     JsonObject,
     Part,
@@ -12,14 +14,17 @@ from fumehood.message_parts.canonical_parts import (
     TextPart,
     ToolCallPart,
     ToolCallResponsePart,
+    UriPart,
 )
 from fumehood.message_parts.conversion import (
     StreamAssembler,
+    UnrecognizedStreamError,
     convert,
     from_vendor,
     list_formats,
     to_vendor,
 )
+from fumehood.message_parts.execution_timing import EXECUTION_METADATA, build_timing
 from fumehood.message_parts.media_digests import replace_inline_data
 from fumehood.message_parts.otel_parts import (
     SOURCE_FIELD,
@@ -36,10 +41,13 @@ from fumehood.message_parts.redaction import drop_vendor_items, redact_parts
 from fumehood.message_parts.validation import read_published_schema, validate
 
 __all__ = [
+    "EXECUTION_METADATA",
     "REPRESENTATIONS",
     "SOURCE_FIELD",
     "TRUNCATED_FIELD",
     "TRUNCATED_PART_TYPE",
+    "BlobPart",
+    "FilePart",
     "Json",
     "JsonObject",
     "MalformedPartError",
@@ -49,6 +57,9 @@ __all__ = [
     "TextPart",
     "ToolCallPart",
     "ToolCallResponsePart",
+    "UnrecognizedStreamError",
+    "UriPart",
+    "build_timing",
     "convert",
     "drop_vendor_items",
     "from_representation",

@@ -58,7 +58,7 @@ class VendorRoundTripData(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
 
 
 class _BasePart(msgspec.Struct, kw_only=True):
-    """`extra` holds unknown fields of parts that were read from elsewhere."""
+    """`extra` holds further fields: what the part shows beside its own, and unknown ones of parts from elsewhere."""
 
     source: VendorRoundTripData | None = None
     extra: JsonObject = {}

@@ -106,6 +106,20 @@ def _align_execution(parts: list[Part]) -> None:
 _OPEN_STATUSES = (None, "in_progress")
 
 
+class UnrecognizedStreamError(Exception):
+    """Events were fed, and none of them could be read. The message says which vendor's stream was expected."""
+
+
+def _describe_event(event: Json) -> str:
+    """Name the event by its type or its fields. Values are content and are not shown."""
+    if not isinstance(event, dict):
+        return "not an object"
+    for name in ("type", "event", "event_type"):
+        if isinstance(kind := event.get(name), str):
+            return f"{kind[:80]!r}"
+    return f"an object with {', '.join(sorted(event)[:5]) or 'no fields'}"
+
+
 class StreamAssembler:
     """Accepts the events of one response and returns its items and parts at any time.
 
@@ -116,18 +130,39 @@ class StreamAssembler:
     def __init__(self, vendor: str) -> None:
         self._vendor = vendor
         self._stream = get_vendor(vendor).stream()
+        self._unrecognized = list[Json]()
+        self._has_recognized = False
 
     def feed(self, event: Json) -> None:
-        """Add an event. Unknown events are ignored."""
-        if isinstance(event, dict):
+        """Add an event. Unknown events of a known stream are ignored."""
+        if isinstance(event, dict) and self._stream.recognizes(event):
+            self._has_recognized = True
             self._stream.feed(event)
+        elif event != {} and not self._has_recognized:
+            self._unrecognized = [*self._unrecognized[:1], event]
 
     def build_document(self) -> Json:
-        """Return the items, or the response, as far as they have arrived."""
-        return self._stream.build_document()
+        """Return the items, or the response, as far as they have arrived.
+
+        Raises UnrecognizedStreamError if events have arrived, and none of them belongs to a stream of the vendor.
+        """
+        if self._unrecognized and not self._has_recognized:
+            raise UnrecognizedStreamError(
+                f"The stream cannot be read as one of {self._vendor}: its first event is "
+                f"{_describe_event(self._unrecognized[0])}. Name the vendor that sent it."
+            )
+        document = self._stream.build_document()
+        if not document and self._stream.partial_items.lost_deltas:
+            raise UnrecognizedStreamError(
+                f"The stream of {self._vendor} has texts of items whose start is missing. Feed it from its first event."
+            )
+        return document
 
     def build_parts(self, end_status: Status | None = None) -> list[Part]:
-        """Return the parts. end_status: the status of unfinished calls if the stream has ended."""
+        """Return the parts. end_status: the status of unfinished calls if the stream has ended.
+
+        Raises UnrecognizedStreamError as `build_document` does.
+        """
         parts = from_vendor(self._vendor, self.build_document())
         tools = [part for part in parts if isinstance(part, ToolPart)]
         settled = {part.call_id for part in tools if part.call_id and part.status not in _OPEN_STATUSES}
@@ -322,6 +357,8 @@ def _build_tool_item(mapping: ItemMapping, parts: list[ToolPart], name: str | No
         word = get_text_at_path(item, mapping.status)
         if word in _VENDOR_STATUS_WORDS and part.status is not None:
             item = set_at_path(item, mapping.status, _VENDOR_STATUS_WORDS[word].get(part.status, word))
+        if part.status == "failed" and mapping.failed and get_at_path(item, mapping.failed) is False:
+            item = set_at_path(item, mapping.failed, True)
         item = _write_payload(item, mapping, part)
     return item
 
@@ -350,7 +387,7 @@ def _write_payload(item: Json, mapping: ItemMapping, part: ToolPart) -> Json:
     done: set[str] = set()
     for field in (mapping.call if isinstance(part, ToolCallPart) else mapping.response) or ():
         value = payload.get(field.name)
-        if field.name in done or value is None:
+        if field.name in done or value is None or (field.is_fallback and done):
             continue
         done.add(field.name)
         before = get_at_path(item, field.path)

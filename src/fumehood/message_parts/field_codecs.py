@@ -4,6 +4,7 @@ A codec decodes a value into what the part holds and a remainder that stays in t
 is extracted only if it round-trips, so a codec may be simple: what it does not understand stays in the item.
 """
 
+import base64
 import json
 from collections.abc import Callable
 
@@ -87,6 +88,34 @@ def _json_member_codec(name: str, *, as_list: bool = False) -> FieldCodec:
         return _dump_json({**rest[1], name: member}, rest[0])
 
     return FieldCodec(decode, encode)
+
+
+def _decode_json_text(value: Json) -> Extraction:
+    """Parse an object in JSON text in place: the remainder is its style and the object."""
+    if not isinstance(value, str):
+        raise ValueError
+    found: Json = json.loads(value)
+    if isinstance(found, dict):
+        for number in range(len(_JSON_STYLES)):
+            if _dump_json(found, number) == value:
+                return None, [number, found]
+    raise ValueError
+
+
+def _encode_json_text(_value: Json, rest: Json) -> Json:
+    if not isinstance(rest, list) or len(rest) != 2 or not isinstance(rest[1], dict):
+        return "{}"
+    return _dump_json(rest[1], rest[0])
+
+
+def _decode_base64_text(value: Json) -> Extraction:
+    if not isinstance(value, str):
+        raise ValueError
+    return base64.b64decode(value, validate=True).decode(), None
+
+
+def _encode_base64_text(value: Json, _remainder: Json) -> Json:
+    return base64.b64encode(str(value).encode()).decode() if isinstance(value, str) else value
 
 
 def _dump_json(value: JsonObject, style: Json) -> str:
@@ -216,7 +245,10 @@ FIELD_CODECS = {
     "one": FieldCodec(_decode_single, _encode_single),
     "log": _output_codec("logs", type="logs"),
     "stdout": _output_codec("stdout"),
+    "json": FieldCodec(_decode_json_text, _encode_json_text),
+    "base64": FieldCodec(_decode_base64_text, _encode_base64_text),
     "json.code": _json_member_codec("code"),
+    "json.url": _json_member_codec("url"),
     "json.prompt": _json_member_codec("prompt"),
     "json.query": _json_member_codec("query", as_list=True),
     "json.queries": _json_member_codec("queries"),

@@ -59,7 +59,8 @@ def _reference_blob(part: BlobPart) -> UriPart:
     if source is not None:
         # The digest is a URI, which the codec of the extracted data would encode as data: restore it as a URI.
         extracted = [
-            msgspec.structs.replace(field, field="uri", codec="") for field in source.extracted_fields
+            msgspec.structs.replace(field, field="uri", codec="") if field.field == "content" else field
+            for field in source.extracted_fields
         ]
         source = msgspec.structs.replace(source, extracted_fields=extracted)
     return UriPart(

@@ -65,6 +65,11 @@ class PartialItems:
         self._text_deltas: dict[int, dict[JsonPath, list[str]]] = {}
         self._json_text_paths: set[tuple[int, JsonPath]] = set()
         self._ended: set[int] = set()
+        self.lost_deltas = 0
+
+    def add_error(self, item: Json) -> None:
+        """Append an error that ended the stream."""
+        self.replace_item(max(self._items, default=-1) + 1, item)
 
     def start_item(self, index: int, item: Json) -> None:
         self._items.setdefault(index, copy_json(item))
@@ -80,7 +85,9 @@ class PartialItems:
 
     def append_text(self, index: int, path: JsonPath, text: Json, *, is_json: bool = False) -> None:
         """Append to the text at `path`. is_json: the text is JSON whose value belongs there."""
-        if isinstance(text, str) and index in self._items:
+        if index not in self._items:
+            self.lost_deltas += 1  # its item started before the first event
+        elif isinstance(text, str):
             self._text_deltas.setdefault(index, {}).setdefault(path, []).append(text)
             if is_json:
                 self._json_text_paths.add((index, path))
@@ -142,6 +149,10 @@ class VendorStreamCollector(ABC):
 
     def __init__(self) -> None:
         self.partial_items = PartialItems()
+
+    @abstractmethod
+    def recognizes(self, event: JsonObject) -> bool:
+        """Whether this is an event of such a stream, known or not."""
 
     @abstractmethod
     def feed(self, event: JsonObject) -> None: ...

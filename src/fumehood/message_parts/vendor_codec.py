@@ -24,6 +24,7 @@ from fumehood.message_parts.canonical_parts import (
     ToolPart,
     VendorRoundTripData,
 )
+from fumehood.message_parts.execution_timing import EXECUTION_METADATA, read_timing
 from fumehood.message_parts.field_codecs import FIELD_CODECS, extract
 from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, get_text_at_path, set_at_path
 from fumehood.message_parts.partial_items import VendorStreamCollector
@@ -54,11 +55,17 @@ VENDOR_STATUSES: dict[str, Status] = {
 
 
 class FieldMapping(msgspec.Struct, frozen=True):
-    """The field `name` of the payload is at `path` in the item, read by `codec`."""
+    """The field `name` of the payload is at `path` in the item, read by `codec`.
+
+    Several mappings of one name are alternatives: the first whose value can be read is used. Without a name, the value
+    is JSON text that is parsed in place, so that later mappings reach into it: as `path`, then 1, then a member.
+    is_fallback: used only if no other mapping has read anything at `path` or below it, so that nothing stays hidden.
+    """
 
     name: str
     path: JsonPath
     codec: str = ""
+    is_fallback: bool = False
 
 
 def _parse_path(written: str) -> JsonPath:
@@ -75,6 +82,10 @@ def map_fields(**paths: str) -> tuple[FieldMapping, ...]:
     return tuple(made)
 
 
+def map_fallback(name: str, path: str) -> tuple[FieldMapping, ...]:
+    return (FieldMapping(name, _parse_path(path), is_fallback=True),)
+
+
 class ItemMapping(msgspec.Struct, frozen=True, kw_only=True):
     """One type of item.
 
@@ -84,6 +95,7 @@ class ItemMapping(msgspec.Struct, frozen=True, kw_only=True):
     name: path of the tool's own name, for kinds that have one.
     failed: path of a value that is present only on failure.
     execution: who runs it, or a function that reads it from the item.
+    started_at, ended_at, duration_ms: paths of times, where the vendor reports them.
     template: an item of this type before fields are set, if it needs more than the type.
     """
 
@@ -97,6 +109,9 @@ class ItemMapping(msgspec.Struct, frozen=True, kw_only=True):
     status: JsonPath = ("status",)
     failed: JsonPath = ()
     execution: Execution | Callable[[JsonObject], Execution] = "server"
+    started_at: JsonPath = ()
+    ended_at: JsonPath = ()
+    duration_ms: JsonPath = ()
     template: JsonObject = {}
 
     @property
@@ -114,6 +129,7 @@ class ItemMapping(msgspec.Struct, frozen=True, kw_only=True):
             vendor_type=self.type,
             execution=self._resolve_execution(item),
             status=self._read_status(item),
+            extra=self._read_timing(item),
         )
 
     def build_response(self, item: JsonObject) -> ToolCallResponsePart:
@@ -125,7 +141,14 @@ class ItemMapping(msgspec.Struct, frozen=True, kw_only=True):
             vendor_type=self.type,
             execution=self._resolve_execution(item),
             status=self._read_status(item),
+            extra=self._read_timing(item) if self.call is None else {},
         )
+
+    def read_failure(self, item: JsonObject) -> str:
+        """Return the vendor's word for a failure; empty if the item has not failed."""
+        if self._read_status(item) != "failed":
+            return ""
+        return get_text_at_path(item, self.failed) or get_text_at_path(item, self.status) or "failed"
 
     def nested_under(self, prefix: JsonPath) -> "ItemMapping":
         """Return the mapping for items that hold this one in a member."""
@@ -133,9 +156,9 @@ class ItemMapping(msgspec.Struct, frozen=True, kw_only=True):
         def moved(side: tuple[FieldMapping, ...] | None) -> tuple[FieldMapping, ...] | None:
             if side is None:
                 return None
-            return tuple(FieldMapping(field.name, (*prefix, *field.path), field.codec) for field in side)
+            return tuple(msgspec.structs.replace(field, path=(*prefix, *field.path)) for field in side)
 
-        inner = {key: getattr(self, key) for key in ("id", "call_id", "name", "status", "failed")}
+        inner = {key: getattr(self, key) for key in _PATH_FIELDS}
         paths = {key: (*prefix, *path) if path else () for key, path in inner.items()}
         return msgspec.structs.replace(self, call=moved(self.call), response=moved(self.response), **paths)
 
@@ -143,6 +166,13 @@ class ItemMapping(msgspec.Struct, frozen=True, kw_only=True):
         if self.failed and get_at_path(item, self.failed) not in (MISSING, None, False, ""):
             return "failed"
         return VENDOR_STATUSES.get(get_text_at_path(item, self.status) or "")
+
+    def _read_timing(self, item: JsonObject) -> JsonObject:
+        """Return `execution_metadata` for the part, with what the vendor has observed."""
+        paths = (self.started_at, self.ended_at, self.duration_ms)
+        started_at, ended_at, duration = (get_at_path(item, path) if path else MISSING for path in paths)
+        timing = read_timing(started_at, ended_at, duration)
+        return {EXECUTION_METADATA: timing} if timing else {}
 
     def _read_shared_id(self, item: JsonObject) -> str | None:
         shared = get_at_path(item, self.call_id) if self.call_id else MISSING
@@ -152,16 +182,22 @@ class ItemMapping(msgspec.Struct, frozen=True, kw_only=True):
         return self.execution(item) if callable(self.execution) else self.execution
 
 
+_PATH_FIELDS = ("id", "call_id", "name", "status", "failed", "started_at", "ended_at", "duration_ms")
+
+
 class PartSkeleton(msgspec.Struct, frozen=True):
     """An empty part, with the fields to extract from its item.
 
-    fields: names are payload fields of a call or response, and attributes of any other part.
+    fields: names are payload fields of a call or response. In any other part they are attributes that it needs, or
+    optional fields that it shows beside them, such as annotations.
     is_required: the part exists even if no field is present.
+    failure: what a failed response has as its error, unless the item has one in words.
     """
 
     part: Part
     fields: tuple[FieldMapping, ...]
     is_required: bool = True
+    failure: str = ""
 
 
 def draft_tool_parts(item: JsonObject, mapping: ItemMapping) -> list[PartSkeleton]:
@@ -169,10 +205,28 @@ def draft_tool_parts(item: JsonObject, mapping: ItemMapping) -> list[PartSkeleto
     if mapping.call is not None:
         made.append(PartSkeleton(mapping.build_call(item), mapping.call))
     if mapping.response is not None:
+        failure = mapping.read_failure(item)
         made.append(
-            PartSkeleton(mapping.build_response(item), mapping.response, is_required=mapping.call is None)
+            PartSkeleton(
+                mapping.build_response(item),
+                mapping.response,
+                is_required=mapping.call is None or bool(failure),
+                failure=failure,
+            )
         )
     return made
+
+
+def draft_error() -> list[PartSkeleton]:
+    """Draft an error that ended a stream or a response: an opaque item that shows message and code."""
+    prefixes: tuple[JsonPath, ...] = ((), ("error",))
+    fields = [
+        FieldMapping(name, (*prefix, member))
+        for prefix in prefixes
+        for name, member in (("message", "message"), ("code", "code"), ("code", "type"))
+        if prefix or member != "type"
+    ]
+    return [PartSkeleton(GenericPart(type="error"), tuple(fields))]
 
 
 def draft_entries(
@@ -218,31 +272,83 @@ def _extract_fields(item: Json, draft: PartSkeleton) -> list[FieldOrigin] | None
     part = draft.part
     if isinstance(part, ToolPart):
         part.payload = dict.fromkeys(_required_fields(part.kind, call=isinstance(part, ToolCallPart)))
-    extracted: list[FieldOrigin] = []
-    before: list[Json] = []
+    extraction = _FieldExtraction(item, draft)
     for field in draft.fields:
-        value = get_at_path(item, field.path)
-        if value is MISSING or any(move.field == field.name for move in extracted):
-            continue
-        extraction = extract(value, field.codec)
-        if extraction is None or not _try_set_field(part, field.name, extraction[0]):
-            continue
-        extracted.append(FieldOrigin(field.name, field.path, field.codec))
-        before.append(value)
-        set_at_path(item, field.path, extraction[1])
-    if _is_complete(draft, len(extracted), any(value is not None for value in before)):
-        return extracted
-    for move, value in zip(reversed(extracted), reversed(before), strict=True):
-        set_at_path(item, move.path, value)
+        if not field.is_fallback:
+            extraction.extract(field)
+    extraction.undo_unused_parsing()
+    for field in draft.fields:
+        if field.is_fallback and not extraction.has_read(field.path):
+            extraction.extract(field)
+    if extraction.is_complete():
+        if draft.failure and isinstance(part, ToolPart):
+            part.payload.setdefault("error", draft.failure)
+        return extraction.fields
+    extraction.undo()
     return None
 
 
-def _is_complete(draft: PartSkeleton, count: int, has_values: bool) -> bool:
-    part = draft.part
-    if not isinstance(part, ToolPart):
-        return count == len(draft.fields)
-    fits = not tool_payloads.find_payload_error(part.kind, part.payload, call=isinstance(part, ToolCallPart))
-    return fits and (draft.is_required or has_values)
+class _FieldExtraction:
+    """The fields that have been moved from an item into one part, and how to undo it."""
+
+    def __init__(self, item: Json, draft: PartSkeleton) -> None:
+        self._item = item
+        self._draft = draft
+        self._before: list[Json] = []
+        self.fields: list[FieldOrigin] = []
+
+    def extract(self, field: FieldMapping) -> None:
+        value = get_at_path(self._item, field.path)
+        if value is MISSING or self._is_superseded(field, value):
+            return
+        extraction = extract(value, field.codec)
+        if extraction is None or not (
+            not field.name or _try_set_field(self._draft.part, field.name, extraction[0])
+        ):
+            return
+        self.fields.append(FieldOrigin(field.name, field.path, field.codec))
+        self._before.append(value)
+        set_at_path(self._item, field.path, extraction[1])
+
+    def _is_superseded(self, field: FieldMapping, value: Json) -> bool:
+        """Whether the field has been read, or has a better source than an empty value here."""
+        if field.name and any(move.field == field.name for move in self.fields):
+            return True
+        if field.name == "error" and self._draft.failure and value in (None, ""):
+            return True
+        if value is not None:
+            return False
+        others = [other for other in self._draft.fields if other.name == field.name and other is not field]
+        return any(get_at_path(self._item, other.path) not in (MISSING, None) for other in others)
+
+    def has_read(self, path: JsonPath) -> bool:
+        """Whether a value at the path, or below it, is in the part."""
+        return any(
+            move.field and value is not None and move.path[: len(path)] == path
+            for move, value in zip(self.fields, self._before, strict=True)
+        )
+
+    def undo_unused_parsing(self) -> None:
+        while self.fields and not self.fields[-1].field:
+            self._undo_last()
+
+    def is_complete(self) -> bool:
+        part = self._draft.part
+        if isinstance(part, ToolPart):
+            is_call = isinstance(part, ToolCallPart)
+            is_valid = not tool_payloads.find_payload_error(part.kind, part.payload, call=is_call)
+            has_values = any(value is not None for value in self._before)
+            return is_valid and (self._draft.is_required or has_values)
+        needed = {field.name for field in self._draft.fields} & _PLAIN_FIELDS
+        extracted = {field.field for field in self.fields}
+        return needed <= extracted and bool(extracted)
+
+    def undo(self) -> None:
+        while self.fields:
+            self._undo_last()
+
+    def _undo_last(self) -> None:
+        set_at_path(self._item, self.fields.pop().path, self._before.pop())
 
 
 def _required_fields(kind: str, *, call: bool) -> tuple[str, ...]:
@@ -258,6 +364,10 @@ def _try_set_field(part: Part, name: str, value: Json) -> bool:
             return False
         part.payload = changed
         return True
+    if name not in _PLAIN_FIELDS:
+        if value:
+            part.extra = {**part.extra, name: value}
+        return bool(value)
     if not isinstance(value, str):
         return False
     setattr(part, name, value)
@@ -292,7 +402,9 @@ def _restore_field(item: Json, field: FieldOrigin, value: Json) -> Json:
 def get_part_field(part: Part, name: str) -> Json:
     if isinstance(part, ToolPart):
         return part.payload.get(name)
-    value = getattr(part, name, None) if name in _PLAIN_FIELDS else None
+    if name not in _PLAIN_FIELDS:
+        return part.extra.get(name)
+    value = getattr(part, name, None)
     return value if isinstance(value, str) else None
 
 

@@ -19,7 +19,9 @@ from fumehood.message_parts.vendor_codec import (
     PartSkeleton,
     TextItemTemplate,
     VendorCodec,
+    draft_error,
     draft_tool_parts,
+    map_fallback,
     map_fields,
 )
 
@@ -29,14 +31,19 @@ _ERROR = ("content", "error_code")
 
 def _call_mapping(name: str, kind: str, **paths: str) -> ItemMapping:
     template: JsonObject = {"type": "server_tool_use", "id": "", "name": name, "input": {}}
-    return ItemMapping(type=f"server_tool_use:{name}", kind=kind, call=map_fields(**paths), template=template)
+    fields = (*map_fields(**paths), *map_fallback("arguments", "input"))
+    return ItemMapping(type=f"server_tool_use:{name}", kind=kind, call=fields, template=template)
 
 
 def _response_mapping(name: str, kind: str, **paths: str) -> ItemMapping:
     return ItemMapping(
         type=f"{name}_tool_result",
         kind=kind,
-        response=(*map_fields(**paths), *map_fields(error="content.error_code")),
+        response=(
+            *map_fields(**paths),
+            *map_fields(error="content.error_code", error_message="content.error_message"),
+            *map_fallback("content", "content"),
+        ),
         id=(),
         call_id=_CALL_ID,
         failed=_ERROR,
@@ -87,6 +94,12 @@ ITEM_MAPPINGS = (
     _call_mapping("tool_search_tool_bm25", "tool_search", arguments="input"),
     _response_mapping("tool_search", "tool_search", tools="content.tool_references"),
     ItemMapping(
+        type="mcp_tool_listing",
+        kind="mcp_list_tools",
+        call=map_fields(server_label="mcp_server_name"),
+        response=map_fields(tools=""),
+    ),
+    ItemMapping(
         type="mcp_tool_use",
         kind="mcp",
         call=map_fields(arguments="input", server_label="server_name"),
@@ -132,7 +145,11 @@ def draft_parts(item: JsonObject) -> list[PartSkeleton]:
         return draft_tool_parts(item, mapping)
     match kind:
         case "text":
-            return [PartSkeleton(TextPart(content=""), map_fields(content="text"))]
+            return [PartSkeleton(TextPart(content=""), map_fields(content="text", annotations="citations"))]
+        case "compaction":
+            return [PartSkeleton(TextPart(content=""), map_fields(content=""))]
+        case "error":
+            return draft_error()
         case "thinking":
             return [PartSkeleton(ReasoningPart(content=""), map_fields(content="thinking"))]
         case "container_upload":
@@ -161,13 +178,16 @@ def _draft_media(item: JsonObject, modality: str) -> list[PartSkeleton]:
     match get_text_at_path(item, ("source", "type")):
         case "base64":
             part = BlobPart(content="", modality=modality, mime_type=mime)
-            return [PartSkeleton(part, map_fields(content="source.data"))]
+            return [PartSkeleton(part, map_fields(content="source.data", title="", context=""))]
         case "url":
-            return [PartSkeleton(UriPart(uri="", modality=modality), map_fields(uri="source.url"))]
+            fields = map_fields(uri="source.url", title="", context="")
+            return [PartSkeleton(UriPart(uri="", modality=modality), fields)]
         case "file":
-            return [
-                PartSkeleton(FilePart(file_id="", modality=modality), map_fields(file_id="source.file_id"))
-            ]
+            fields = map_fields(file_id="source.file_id", title="", context="")
+            return [PartSkeleton(FilePart(file_id="", modality=modality), fields)]
+        case "text":
+            fields = map_fields(content="source.data", title="", context="")
+            return [PartSkeleton(TextPart(content="", role="user"), fields)]
         case _:
             return []
 
@@ -189,6 +209,10 @@ def _is_message(value: Json) -> bool:
 class AnthropicStream(VendorStreamCollector):
     """Blocks start, grow and end."""
 
+    def recognizes(self, event: JsonObject) -> bool:
+        kind = get_text_at_path(event, ("type",)) or ""
+        return kind.startswith(("message_", "content_block_")) or kind in ("ping", "error")
+
     def feed(self, event: JsonObject) -> None:
         index = read_int(event, "index")
         match event.get("type"):
@@ -198,6 +222,8 @@ class AnthropicStream(VendorStreamCollector):
                 self._apply_delta(index, read_object(event, "delta"))
             case "content_block_stop":
                 self.partial_items.end_item(index)
+            case "error":
+                self.partial_items.add_error(event)
             case _:
                 pass
 

@@ -1,8 +1,16 @@
-"""Azure AI agents: tool calls of run steps, and OpenAI's items."""
+"""Azure AI agents: tool calls of run steps, messages of threads, and OpenAI's items."""
 
 from typing import cast
 
-from fumehood.message_parts.canonical_parts import Execution, Json, JsonObject, JsonPath
+from fumehood.message_parts.canonical_parts import (
+    Execution,
+    FilePart,
+    Json,
+    JsonObject,
+    JsonPath,
+    TextPart,
+    UriPart,
+)
 from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, get_text_at_path
 from fumehood.message_parts.partial_items import VendorStreamCollector, read_int, read_object
 from fumehood.message_parts.vendor_codec import (
@@ -25,7 +33,7 @@ def _run_step_mapping(
         kind=kind,
         call=map_fields(**{field: f"{name}.{path or field}" for field, path in call.items()}),
         response=map_fields(**{field: f"{name}.{path or field}" for field, path in result.items()}),
-        name=(name, "name") if kind == "function" else (),
+        name=(name, "name") if kind in ("function", "openapi") else (),
         status=(),
         execution=execution,
         template={"type": name, "id": "", name: {}},
@@ -61,9 +69,27 @@ def draft_parts(item: JsonObject) -> list[PartSkeleton]:
     if isinstance(kind, str):
         if mapping := _BY_TYPE.get(kind):
             return draft_tool_parts(item, mapping)
+        if kind in _MESSAGE_CONTENT_FIELDS:
+            return _draft_message_content(kind, item)
         if kind not in openai.BY_TYPE and (mapping := _azure_mapping(kind, item)):
             return draft_tool_parts(item, mapping)
     return openai.draft_parts(item)
+
+
+# Content of a thread's message.
+_MESSAGE_CONTENT_FIELDS = {"text": "value", "image_file": "file_id", "image_url": "url"}
+
+
+def _draft_message_content(kind: str, entry: JsonObject) -> list[PartSkeleton]:
+    path = (kind, _MESSAGE_CONTENT_FIELDS[kind])
+    if get_text_at_path(entry, path) is None:
+        return []
+    if kind == "text":
+        fields = (FieldMapping("content", path), FieldMapping("annotations", (kind, "annotations")))
+        return [PartSkeleton(TextPart(content=""), fields)]
+    if kind == "image_file":
+        return [PartSkeleton(FilePart(file_id="", modality="image"), (FieldMapping("file_id", path),))]
+    return [PartSkeleton(UriPart(uri="", modality="image"), (FieldMapping("uri", path),))]
 
 
 def _azure_mapping(kind: str, item: JsonObject) -> ItemMapping | None:
@@ -93,42 +119,88 @@ def _unknown_step_mapping(kind: str, item: JsonObject) -> ItemMapping:
 
 
 def find_item_lists(document: Json) -> list[JsonPath]:
-    """Calls are in `step_details` of a run step; steps come alone, in a list, or in a page of a list."""
-    steps = get_at_path(document, ("data",)) if isinstance(document, dict) else document
-    prefix: JsonPath = ("data",) if isinstance(document, dict) and isinstance(steps, list) else ()
-    entries = steps if isinstance(steps, list) else []
-    found: list[JsonPath] = [
-        (*prefix, number, "step_details", "tool_calls") for number, _ in enumerate(entries)
-    ]
-    found.append(("step_details", "tool_calls"))
-    return [
-        path for path in found if isinstance(get_at_path(document, path), list)
-    ] or openai.find_item_lists(document)
+    """Calls are in `step_details` of a run step, text is in `content` of a thread's message.
+
+    Steps and messages come alone, in a list, or in a page of a list.
+    """
+    listed = get_at_path(document, ("data",)) if isinstance(document, dict) else document
+    prefix: JsonPath = ("data",) if isinstance(document, dict) and isinstance(listed, list) else ()
+    entries = listed if isinstance(listed, list) else []
+    paths = [(*prefix, number) for number, _ in enumerate(entries)]
+    found = [path for position in [*paths, ()] for path in _find_step_or_message(document, position)]
+    return found or openai.find_item_lists(document)
+
+
+def _find_step_or_message(document: Json, position: JsonPath) -> list[JsonPath]:
+    if isinstance(get_at_path(document, (*position, "step_details", "tool_calls")), list):
+        return [(*position, "step_details", "tool_calls")]
+    is_message = get_at_path(document, (*position, "object")) == "thread.message"
+    if is_message and isinstance(get_at_path(document, (*position, "content")), list):
+        return [(*position, "content")]
+    return []
 
 
 # --- the stream ----------------------------------------------------------------------------------------
 
 
-class AzureRunStepStream(VendorStreamCollector):
-    """Events are `{"event": …, "data": …}`; a delta has the shape of what it extends."""
+_THREAD_EVENTS = ("thread.run.step.", "thread.message.")
+
+
+class AzureThreadStream(VendorStreamCollector):
+    """Events are `{"event": …, "data": …}`; a delta has the shape of what it extends: a run step, or a message."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._steps: dict[str, JsonObject] = {}
+        self._entries: dict[str, JsonObject] = {}
+
+    def recognizes(self, event: JsonObject) -> bool:
+        kind = get_text_at_path(event, ("event",)) or ""
+        return kind.startswith("thread.") or kind in ("done", "error")
 
     def feed(self, event: JsonObject) -> None:
         kind, data = get_text_at_path(event, ("event",)) or "", read_object(event, "data")
         known = get_text_at_path(data, ("id",))
-        if known is None or not kind.startswith("thread.run.step."):
+        if kind == "error":
+            self.partial_items.add_error({"type": "error", **data})
+        if known is None or not kind.startswith(_THREAD_EVENTS):
             return
         if kind.endswith(".delta"):
-            step = self._steps.setdefault(known, {"id": known})
-            self._steps[known] = cast(JsonObject, _merge_delta(step, read_object(data, "delta")))
+            is_message = kind.startswith("thread.message.")
+            begun: JsonObject = {"id": known, "object": "thread.message"} if is_message else {"id": known}
+            entry = self._entries.setdefault(known, begun)
+            self._entries[known] = cast(JsonObject, _merge_delta(entry, read_object(data, "delta")))
         else:
-            self._steps[known] = cast(JsonObject, copy_json(data))
+            self._entries[known] = cast(JsonObject, copy_json(data))
 
     def build_document(self) -> Json:
-        return [copy_json(step) for step in self._steps.values()]
+        return [*(copy_json(entry) for entry in self._entries.values()), *self.partial_items.build_items()]
+
+
+class AzureStream(VendorStreamCollector):
+    """A stream of either API: events of a response, plain or as `data` of an event, or events of a thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._response = openai.OpenAIResponseStream()
+        self._thread = AzureThreadStream()
+
+    def recognizes(self, event: JsonObject) -> bool:
+        return self._response.recognizes(_unwrap_event(event)) or self._thread.recognizes(event)
+
+    def feed(self, event: JsonObject) -> None:
+        inner = _unwrap_event(event)
+        stream = self._response if self._response.recognizes(inner) else self._thread
+        stream.feed(inner if stream is self._response else event)
+        self.partial_items = stream.partial_items
+
+    def build_document(self) -> Json:
+        thread = cast(list[Json], self._thread.build_document())
+        return [*thread, *cast(list[Json], self._response.build_document())]
+
+
+def _unwrap_event(event: JsonObject) -> JsonObject:
+    """Return the event of a response that a client reads as `{"event": …, "data": …}`."""
+    return read_object(event, "data") if "type" in read_object(event, "data") else event
 
 
 def _merge_delta(known: Json, delta: Json) -> Json:
@@ -175,5 +247,5 @@ VENDOR = VendorCodec(
     user_text=openai.VENDOR.user_text,
     reasoning=openai.VENDOR.reasoning,
     find_item_lists=find_item_lists,
-    stream=AzureRunStepStream,
+    stream=AzureStream,
 )

@@ -21,21 +21,29 @@ from fumehood.message_parts.vendor_codec import (
     PartSkeleton,
     TextItemTemplate,
     VendorCodec,
+    draft_error,
     draft_tool_parts,
+    map_fallback,
     map_fields,
 )
 
 _SERVER_TOOL_TYPE = "server_tool_use"
 
 
-def _call_mapping(name: str, kind: str, execution: Execution = "server", **paths: str) -> ItemMapping:
+def _call_mapping(
+    name: str,
+    kind: str,
+    execution: Execution = "server",
+    fields: tuple[FieldMapping, ...] = (),
+    **paths: str,
+) -> ItemMapping:
     template: JsonObject = {"toolUseId": "", "name": name, "input": {}}
     if execution == "server":
         template["type"] = _SERVER_TOOL_TYPE
     return ItemMapping(
         type=f"toolUse:{name}" if name else "toolUse",
         kind=kind,
-        call=map_fields(**paths),
+        call=(*map_fields(**paths), *fields, *map_fallback("arguments", "input")),
         id=("toolUseId",),
         name=("name",) if kind == "function" else (),
         status=(),
@@ -44,14 +52,20 @@ def _call_mapping(name: str, kind: str, execution: Execution = "server", **paths
     ).nested_under(("toolUse",))
 
 
-def _response_mapping(name: str, kind: str, execution: Execution = "server", **paths: str) -> ItemMapping:
+def _response_mapping(
+    name: str,
+    kind: str,
+    execution: Execution = "server",
+    fields: tuple[FieldMapping, ...] = (),
+    **paths: str,
+) -> ItemMapping:
     template: JsonObject = {"toolUseId": "", "content": [], "status": "success"}
     if execution == "server":
         template |= {"type": f"{name}_result", "content": [{"json": {}}]}
     return ItemMapping(
         type=f"toolResult:{name}_result" if name else "toolResult",
         kind=kind,
-        response=map_fields(**paths),
+        response=(*map_fields(**paths), *fields, *map_fallback("content", "content")),
         id=(),
         call_id=("toolUseId",),
         execution=execution,
@@ -59,11 +73,27 @@ def _response_mapping(name: str, kind: str, execution: Execution = "server", **p
     ).nested_under(("toolResult",))
 
 
+# Nova's code interpreter answers with an object, or with the same object as JSON text.
+_NOVA_TEXT_FIELDS = (
+    FieldMapping("", ("content", 0, "text"), "json"),
+    *map_fields(
+        outputs="content.0.text.1.stdOut|log",
+        exit_code="content.0.text.1.exitCode",
+        error="content.0.text.1.stdErr",
+    ),
+)
+
 ITEM_MAPPINGS = (
-    _call_mapping("nova_code_interpreter", "code_interpreter", code="input.snippet"),
+    _call_mapping(
+        "nova_code_interpreter",
+        "code_interpreter",
+        fields=map_fields(code="input.snippet"),
+        code="input.code",
+    ),
     _response_mapping(
         "nova_code_interpreter",
         "code_interpreter",
+        fields=_NOVA_TEXT_FIELDS,
         outputs="content.0.json.stdOut|log",
         exit_code="content.0.json.exitCode",
         error="content.0.json.stdErr",
@@ -85,8 +115,13 @@ def draft_parts(item: JsonObject) -> list[PartSkeleton]:
         return [
             PartSkeleton(ReasoningPart(content=""), map_fields(content="reasoningContent.reasoningText.text"))
         ]
-    if isinstance(get_at_path(item, ("citationsContent", "content")), list):
-        return _draft_cited_text(item)
+    for path in (("citationsContent", "content"), ("searchResult", "content")):
+        if isinstance(get_at_path(item, path), list):
+            return _draft_texts(item, path)
+    if isinstance(get_at_path(item, ("guardContent", "text", "text")), str):
+        return [PartSkeleton(TextPart(content=""), map_fields(content="guardContent.text.text"))]
+    if item.get("type") == "error":
+        return draft_error()
     return _draft_media(item)
 
 
@@ -105,15 +140,22 @@ def _mapping_of(item: JsonObject) -> ItemMapping | None:
     return None
 
 
-def _draft_cited_text(item: JsonObject) -> list[PartSkeleton]:
-    found = get_at_path(item, ("citationsContent", "content"))
-    entries = found if isinstance(found, list) else []
-    return [
-        PartSkeleton(
-            TextPart(content=""), (FieldMapping("content", ("citationsContent", "content", number, "text")),)
-        )
-        for number, entry in enumerate(entries)
+def _draft_texts(item: JsonObject, path: JsonPath) -> list[PartSkeleton]:
+    """Draft texts with what they cite, or a result of a search with its title and source."""
+    found = get_at_path(item, path)
+    about = (
+        FieldMapping("annotations", (path[0], "citations")),
+        FieldMapping("title", (path[0], "title")),
+        FieldMapping("source", (path[0], "source")),
+    )
+    texts = [
+        FieldMapping("content", (*path, number, "text"))
+        for number, entry in enumerate(found if isinstance(found, list) else [])
         if get_text_at_path(entry, ("text",)) is not None
+    ]
+    return [
+        PartSkeleton(TextPart(content=""), (text, *(about if number == 0 else ())))
+        for number, text in enumerate(texts)
     ]
 
 
@@ -141,12 +183,29 @@ def find_item_lists(document: Json) -> list[JsonPath]:
 # --- the stream ----------------------------------------------------------------------------------------
 
 
+_EVENT_FIELDS = (
+    "messageStart",
+    "contentBlockStart",
+    "contentBlockDelta",
+    "contentBlockStop",
+    "messageStop",
+    "metadata",
+)
+
+
+def _find_exception(event: JsonObject) -> str | None:
+    return next((name for name in event if name.endswith("Exception")), None)
+
+
 class BedrockConverseStream(VendorStreamCollector):
     """A text block has no start event: its first delta starts it. A citation delta turns it into a citation block."""
 
     def __init__(self) -> None:
         super().__init__()
         self._citations: dict[int, list[Json]] = {}
+
+    def recognizes(self, event: JsonObject) -> bool:
+        return not event.keys().isdisjoint(_EVENT_FIELDS) or _find_exception(event) is not None
 
     def feed(self, event: JsonObject) -> None:
         if start := read_object(event, "contentBlockStart"):
@@ -160,6 +219,8 @@ class BedrockConverseStream(VendorStreamCollector):
             self._apply_delta(read_int(delta, "contentBlockIndex"), read_object(delta, "delta"))
         elif stop := read_object(event, "contentBlockStop"):
             self.partial_items.end_item(read_int(stop, "contentBlockIndex"))
+        elif (name := _find_exception(event)) is not None:
+            self.partial_items.add_error({"type": "error", "code": name, **read_object(event, name)})
 
     def _apply_delta(self, index: int, delta: JsonObject) -> None:
         if "text" in delta:

@@ -2,6 +2,7 @@
 
 from fumehood.message_parts.canonical_parts import (
     Execution,
+    GenericPart,
     Json,
     JsonObject,
     JsonPath,
@@ -47,6 +48,9 @@ def _response_mapping(member: str, kind: str, failed: JsonPath = (), **paths: st
         id=("traceId",),
         status=(),
         failed=failed,
+        started_at=(f"{member}Output", "metadata", "startTime"),
+        ended_at=(f"{member}Output", "metadata", "endTime"),
+        duration_ms=(f"{member}Output", "metadata", "totalTimeMs"),
         template={"trace": {"trace": {_TRACE_FIELDS[0]: {_OUTPUT_FIELD: {f"{member}Output": {}}}}}},
     )
 
@@ -64,7 +68,12 @@ def _action_execution(item: JsonObject) -> Execution:
 _ACTION_MAPPING = ItemMapping(
     type="actionGroupInvocationInput",
     kind="function",
-    call=map_fields(arguments="actionGroupInvocationInput.parameters"),
+    call=map_fields(
+        arguments="actionGroupInvocationInput.parameters",
+        request_body="actionGroupInvocationInput.requestBody",
+        path="actionGroupInvocationInput.apiPath",
+        method="actionGroupInvocationInput.verb",
+    ),
     id=("traceId",),
     name=("actionGroupInvocationInput", "function"),
     status=(),
@@ -75,7 +84,7 @@ _INPUT_MAPPINGS = (
     _call_mapping("codeInterpreterInvocation", "code_interpreter", code=""),
     _call_mapping("knowledgeBaseLookup", "file_search", queries="text|one"),
     _ACTION_MAPPING,
-    _call_mapping("agentCollaboratorInvocation", "agent", arguments="input"),
+    _call_mapping("agentCollaboratorInvocation", "agent", arguments="input", agent="agentCollaboratorName"),
 )
 _OUTPUT_MAPPINGS = (
     _response_mapping(
@@ -84,6 +93,8 @@ _OUTPUT_MAPPINGS = (
         ("codeInterpreterInvocationOutput", "executionError"),
         outputs="executionOutput|log",
         error="executionError",
+        timed_out="executionTimeout",
+        files="",
     ),
     _response_mapping("knowledgeBaseLookup", "file_search", results="retrievedReferences"),
     _response_mapping("actionGroupInvocation", "function", result="text"),
@@ -101,6 +112,11 @@ def draft_parts(item: JsonObject) -> list[PartSkeleton]:
             found = get_at_path(item, (*prefix, trace))
             if isinstance(found, dict):
                 return _draft_trace(item, (*prefix, trace), found)
+    if get_text_at_path(item, ("chunk", "bytes")) is not None:
+        return [PartSkeleton(TextPart(content=""), (FieldMapping("content", ("chunk", "bytes"), "base64"),))]
+    for path in (*_FAILURE_PATHS, *((name, "message") for name in item if name.endswith("Exception"))):
+        if get_text_at_path(item, path) is not None:
+            return [PartSkeleton(GenericPart(type="error"), (FieldMapping("message", path),))]
     return []
 
 
@@ -116,14 +132,23 @@ def _draft_trace(item: JsonObject, prefix: JsonPath, trace: JsonObject) -> list[
                 ReasoningPart(content=""), (FieldMapping("content", (*prefix, "rationale", "text")),)
             )
         ]
-    if get_text_at_path(trace, (_OUTPUT_FIELD, "finalResponse", "text")) is not None:
-        return [
-            PartSkeleton(
-                TextPart(content=""),
-                (FieldMapping("content", (*prefix, _OUTPUT_FIELD, "finalResponse", "text")),),
-            )
-        ]
+    for role, path in _TEXT_PATHS:
+        if get_text_at_path(trace, path) is not None:
+            part = TextPart(content="", role=role)
+            return [PartSkeleton(part, (FieldMapping("content", (*prefix, *path)),))]
     return []
+
+
+# Texts of a trace: the answer, a correction of the agent, and what its model was sent and has answered.
+_TEXT_PATHS: tuple[tuple[str, JsonPath], ...] = (
+    ("assistant", (_OUTPUT_FIELD, "finalResponse", "text")),
+    ("assistant", (_OUTPUT_FIELD, "repromptResponse", "text")),
+    ("user", ("modelInvocationInput", "text")),
+    ("assistant", ("modelInvocationOutput", "rawResponse", "content")),
+)
+_FAILURE_PATHS: tuple[JsonPath, ...] = tuple(
+    (*prefix, "failureTrace", "failureReason") for prefix in _TRACE_PREFIXES
+)
 
 
 def find_item_lists(document: Json) -> list[JsonPath]:
@@ -139,6 +164,10 @@ class BedrockAgentsStream(VendorStreamCollector):
     def __init__(self) -> None:
         super().__init__()
         self._count = 0
+
+    def recognizes(self, event: JsonObject) -> bool:
+        kinds = ("chunk", "trace", "returnControl", "files", *_TRACE_FIELDS)
+        return not event.keys().isdisjoint(kinds) or any(name.endswith("Exception") for name in event)
 
     def feed(self, event: JsonObject) -> None:
         self.partial_items.replace_item(self._count, event)

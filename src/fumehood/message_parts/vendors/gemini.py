@@ -29,7 +29,9 @@ from fumehood.message_parts.vendor_codec import (
     PartSkeleton,
     TextItemTemplate,
     VendorCodec,
+    draft_error,
     draft_tool_parts,
+    map_fallback,
     map_fields,
 )
 
@@ -49,9 +51,10 @@ def _call_mapping(tool: str, kind: str) -> ItemMapping:
     return ItemMapping(
         type=f"toolCall:{tool}",
         kind=kind,
-        call=map_fields(queries="args.queries")
-        if kind in _KINDS_WITH_QUERIES
-        else map_fields(arguments="args"),
+        call=(
+            *(map_fields(queries="args.queries") if kind in _KINDS_WITH_QUERIES else ()),
+            *map_fallback("arguments", "args"),
+        ),
         status=(),
         template={"toolCall": {"toolType": tool, "args": {}}},
     )
@@ -88,7 +91,7 @@ _INNER_MAPPINGS = (
     ItemMapping(
         type="functionCall",
         kind="function",
-        call=map_fields(arguments="args"),
+        call=map_fields(arguments="args", partial_arguments="partialArgs"),
         name=("name",),
         status=(),
         execution="client",
@@ -97,7 +100,7 @@ _INNER_MAPPINGS = (
     ItemMapping(
         type="functionResponse",
         kind="function",
-        response=map_fields(result="response"),
+        response=map_fields(result="response", parts=""),
         name=("name",),
         status=(),
         execution="client",
@@ -122,6 +125,11 @@ def draft_parts(item: JsonObject) -> list[PartSkeleton]:
     if isinstance(item.get("text"), str):
         part = ReasoningPart(content="") if item.get("thought") is True else TextPart(content="")
         return [PartSkeleton(part, map_fields(content="text"))]
+    for member in ("audioTranscription", "audio_transcription"):
+        if get_text_at_path(item, (member, "text")) is not None:
+            return [PartSkeleton(TextPart(content=""), map_fields(content=f"{member}.text"))]
+    if item.get("type") == "error" or (item.keys() == {"error"} and isinstance(item["error"], dict)):
+        return draft_error()
     return _draft_media(item)
 
 
@@ -141,7 +149,8 @@ def _draft_media(item: JsonObject) -> list[PartSkeleton]:
         if isinstance(get_at_path(item, (member, "data")), str):
             mime = get_text_at_path(item, (member, mime_name))
             part = BlobPart(content="", modality=_modality_of(mime), mime_type=mime)
-            return [PartSkeleton(part, (FieldMapping("content", (member, "data")),))]
+            fields = (FieldMapping("content", (member, "data")), *_name_fields(member))
+            return [PartSkeleton(part, fields)]
     for member, mime_name, uri in (
         ("fileData", "mimeType", "fileUri"),
         ("file_data", "mime_type", "file_uri"),
@@ -151,10 +160,14 @@ def _draft_media(item: JsonObject) -> list[PartSkeleton]:
             return [
                 PartSkeleton(
                     UriPart(uri="", modality=_modality_of(mime), mime_type=mime),
-                    (FieldMapping("uri", (member, uri)),),
+                    (FieldMapping("uri", (member, uri)), *_name_fields(member)),
                 )
             ]
     return []
+
+
+def _name_fields(member: str) -> list[FieldMapping]:
+    return [FieldMapping("filename", (member, name)) for name in ("displayName", "display_name")]
 
 
 def _modality_of(mime: str | None) -> str:
@@ -270,6 +283,13 @@ def _synthesize_pair(kind: str, call: JsonObject, result: JsonObject) -> list[To
 # --- the stream ----------------------------------------------------------------------------------------
 
 
+_RESPONSE_FIELDS = frozenset(
+    name
+    for field in ("candidates", "usageMetadata", "promptFeedback", "modelVersion", "responseId", "error")
+    for name in (field, _to_snake_case(field))
+)
+
+
 class GeminiStream(VendorStreamCollector):
     """Each chunk is a response. Parts are appended, other members replaced."""
 
@@ -278,6 +298,9 @@ class GeminiStream(VendorStreamCollector):
         self._response: JsonObject = {}
         self._candidates: dict[int, JsonObject] = {}
         self._parts: dict[int, list[tuple[JsonObject, list[str]]]] = {}
+
+    def recognizes(self, event: JsonObject) -> bool:
+        return not event.keys().isdisjoint(_RESPONSE_FIELDS)
 
     def feed(self, event: JsonObject) -> None:
         self._response |= {key: copy_json(value) for key, value in event.items() if key != "candidates"}

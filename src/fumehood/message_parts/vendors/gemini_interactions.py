@@ -24,7 +24,9 @@ from fumehood.message_parts.vendor_codec import (
     TextItemTemplate,
     VendorCodec,
     draft_entries,
+    draft_error,
     draft_tool_parts,
+    map_fallback,
     map_fields,
 )
 
@@ -33,7 +35,7 @@ def _call_mapping(name: str, kind: str, **paths: str) -> ItemMapping:
     return ItemMapping(
         type=f"{name}_call",
         kind=kind,
-        call=map_fields(**paths),
+        call=(*map_fields(**paths), *map_fallback("arguments", "arguments")),
         status=(),
         template={"type": f"{name}_call", "id": "", "arguments": {}},
     )
@@ -43,7 +45,7 @@ def _response_mapping(name: str, kind: str, **paths: str) -> ItemMapping:
     return ItemMapping(
         type=f"{name}_result",
         kind=kind,
-        response=map_fields(**paths),
+        response=(*map_fields(**paths), *map_fallback("result", "result")),
         id=(),
         call_id=("call_id",),
         status=(),
@@ -59,7 +61,10 @@ def _with_name(mapping: ItemMapping, execution: Execution = "server") -> ItemMap
 
 ITEM_MAPPINGS = (
     _call_mapping("code_execution", "code_interpreter", code="arguments.code", language="arguments.language"),
-    _response_mapping("code_execution", "code_interpreter", outputs="result|log"),
+    msgspec.structs.replace(
+        _response_mapping("code_execution", "code_interpreter", outputs="result|log"),
+        template={"type": "code_execution_result", "call_id": "", "result": "", "is_error": False},
+    ),
     _call_mapping("google_search", "web_search", queries="arguments.queries"),
     _response_mapping("google_search", "web_search", results="result"),
     _call_mapping("file_search", "file_search", queries="arguments.queries"),
@@ -93,28 +98,35 @@ def draft_parts(item: JsonObject) -> list[PartSkeleton]:
         return draft_entries(item, "summary", partial(_draft_content, ReasoningPart(content="")))
     if kind in ("model_output", "user_input"):
         role = "user" if kind == "user_input" else "assistant"
-        return draft_entries(item, "content", partial(_draft_content, TextPart(content="", role=role)))
-    return []
+        drafts = draft_entries(item, "content", partial(_draft_content, TextPart(content="", role=role)))
+        if get_text_at_path(item, ("error", "message")) is not None:
+            drafts += draft_error()
+        return drafts
+    if kind == "error":
+        return draft_error()
+    # Earlier versions of the API have content where there are steps now.
+    return _draft_content(TextPart(content=""), item, ()) if kind in _CONTENT_TYPES else []
+
+
+_CONTENT_TYPES = ("text", "image", "audio", "video", "document")
 
 
 def _draft_content(text: TextPart | ReasoningPart, entry: JsonObject, path: JsonPath) -> list[PartSkeleton]:
     """text: what a text becomes."""
     kind, mime = get_text_at_path(entry, ("type",)) or "", get_text_at_path(entry, ("mime_type",))
+    name = FieldMapping("filename", (*path, "name"))
     if kind == "text":
-        return [PartSkeleton(copy(text), (FieldMapping("content", (*path, "text")),))]
+        fields = (
+            FieldMapping("content", (*path, "text")),
+            FieldMapping("annotations", (*path, "annotations")),
+        )
+        return [PartSkeleton(copy(text), fields)]
     if isinstance(entry.get("data"), str):
-        return [
-            PartSkeleton(
-                BlobPart(content="", modality=kind, mime_type=mime),
-                (FieldMapping("content", (*path, "data")),),
-            )
-        ]
+        part = BlobPart(content="", modality=kind, mime_type=mime)
+        return [PartSkeleton(part, (FieldMapping("content", (*path, "data")), name))]
     if isinstance(entry.get("uri"), str):
-        return [
-            PartSkeleton(
-                UriPart(uri="", modality=kind, mime_type=mime), (FieldMapping("uri", (*path, "uri")),)
-            )
-        ]
+        part = UriPart(uri="", modality=kind, mime_type=mime)
+        return [PartSkeleton(part, (FieldMapping("uri", (*path, "uri")), name))]
     return []
 
 
@@ -128,19 +140,41 @@ def find_item_lists(document: Json) -> list[JsonPath]:
 
 
 class GeminiInteractionsStream(VendorStreamCollector):
-    """Steps start, grow and end."""
+    """Steps start, grow and end; in earlier versions of the API, content does."""
+
+    def recognizes(self, event: JsonObject) -> bool:
+        kind = get_text_at_path(event, ("event_type",)) or ""
+        return kind.startswith(("interaction.", "step.", "content.")) or kind == "error"
 
     def feed(self, event: JsonObject) -> None:
         index = read_int(event, "index")
         match event.get("event_type"):
             case "step.start":
                 self.partial_items.start_item(index, event.get("step"))
+            case "content.start":
+                self.partial_items.start_item(index, event.get("content"))
             case "step.delta":
                 self._apply_delta(index, read_object(event, "delta"))
-            case "step.stop":
+            case "content.delta":
+                self._apply_content_delta(index, read_object(event, "delta"))
+            case "step.stop" | "content.stop":
                 self.partial_items.end_item(index)
+            case "error":
+                self.partial_items.add_error({"type": "error", **read_object(event, "error")})
             case _:
                 pass
+
+    def _apply_content_delta(self, index: int, delta: JsonObject) -> None:
+        """Apply a delta to content, which is a step itself; its first delta may start it."""
+        kind = get_text_at_path(delta, ("type",)) or ""
+        self.partial_items.start_item(index, {"type": "thought" if kind.startswith("thought_") else kind})
+        match kind:
+            case "text":
+                self.partial_items.append_text(index, ("text",), delta.get("text"))
+            case "image" | "audio" | "video" | "document":
+                self._merge_fields(index, delta)
+            case _:
+                self._apply_delta(index, delta)
 
     def _apply_delta(self, index: int, delta: JsonObject) -> None:
         match delta.get("type"):

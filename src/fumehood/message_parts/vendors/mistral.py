@@ -12,6 +12,7 @@ from fumehood.message_parts.canonical_parts import (
     JsonPath,
     ReasoningPart,
     TextPart,
+    UriPart,
 )
 from fumehood.message_parts.json_paths import get_at_path, get_text_at_path
 from fumehood.message_parts.partial_items import VendorStreamCollector
@@ -22,7 +23,9 @@ from fumehood.message_parts.vendor_codec import (
     TextItemTemplate,
     VendorCodec,
     draft_entries,
+    draft_error,
     draft_tool_parts,
+    map_fallback,
     map_fields,
 )
 
@@ -33,8 +36,10 @@ def _execution_mapping(name: str, kind: str, call: dict[str, str], result: dict[
     return ItemMapping(
         type=f"tool.execution:{name}",
         kind=kind,
-        call=map_fields(**call),
-        response=map_fields(**result),
+        call=(*map_fields(**call), *map_fallback("arguments", "arguments")),
+        response=(*map_fields(**result), *map_fallback("info", "info")),
+        started_at=("created_at",),
+        ended_at=("completed_at",),
         template={"object": "entry", "type": "tool.execution", "name": name, "arguments": "{}"},
     )
 
@@ -51,6 +56,13 @@ ITEM_MAPPINGS = (
     _execution_mapping("document_library", "file_search", {"queries": "arguments|json.query"}, {"info": ""}),
     _execution_mapping(
         "image_generation", "image_generation", {"prompt": "arguments|json.prompt"}, {"info": ""}
+    ),
+    ItemMapping(
+        type="agent.handoff",
+        kind="agent_handoff",
+        call=map_fields(agent="next_agent_name", previous_agent="previous_agent_name"),
+        started_at=("created_at",),
+        ended_at=("completed_at",),
     ),
     ItemMapping(
         type="function.call",
@@ -87,6 +99,8 @@ def draft_parts(item: JsonObject) -> list[PartSkeleton]:
             return _draft_message(item, "assistant")
         case "message.input":
             return _draft_message(item, get_text_at_path(item, ("role",)) or "user")
+        case "error":
+            return draft_error()
         case str() as kind if kind in _BY_TYPE:
             return draft_tool_parts(item, _BY_TYPE[kind])
         case _:
@@ -118,7 +132,21 @@ def _draft_chunk(role: str, chunk: JsonObject, path: JsonPath) -> list[PartSkele
         case "tool_file":
             mime = get_text_at_path(chunk, ("file_type",))
             part = FilePart(file_id="", modality="file", mime_type=mime)
-            return [PartSkeleton(part, (FieldMapping("file_id", (*path, "file_id")),))]
+            fields = (
+                FieldMapping("file_id", (*path, "file_id")),
+                FieldMapping("filename", (*path, "file_name")),
+            )
+            return [PartSkeleton(part, fields)]
+        case "tool_reference":
+            return _draft_reference(chunk, path)
+        case "image_url" | "document_url" as kind:
+            inner = (*path, kind, "url") if isinstance(chunk.get(kind), dict) else (*path, kind)
+            part = UriPart(uri="", modality=kind.removesuffix("_url"))
+            return [
+                PartSkeleton(
+                    part, (FieldMapping("uri", inner), FieldMapping("title", (*path, "document_name")))
+                )
+            ]
         case "thinking":
             thoughts = chunk.get("thinking")
             return [
@@ -132,7 +160,20 @@ def _draft_chunk(role: str, chunk: JsonObject, path: JsonPath) -> list[PartSkele
             return []
 
 
+def _draft_reference(chunk: JsonObject, path: JsonPath) -> list[PartSkeleton]:
+    """Draft a result of a search: a URI with its title, or the title alone."""
+    about = [FieldMapping(name, (*path, name)) for name in ("title", "description")]
+    if isinstance(chunk.get("url"), str):
+        return [
+            PartSkeleton(UriPart(uri="", modality="document"), (FieldMapping("uri", (*path, "url")), *about))
+        ]
+    content = FieldMapping("content", (*path, "title"))
+    return [PartSkeleton(TextPart(content=""), (content, about[1]))]
+
+
 def find_item_lists(document: Json) -> list[JsonPath]:
+    if isinstance(document, dict) and "type" in document:
+        return []
     found: list[JsonPath] = [("outputs",), ("entries",)]
     return [path for path in found if isinstance(get_at_path(document, path), list)]
 
@@ -144,12 +185,18 @@ _HANDOFF_SOURCE_FIELDS = ("previous_agent_id", "previous_agent_name")
 _HANDOFF_TARGET_FIELDS = ("next_agent_id", "next_agent_name")
 
 
+_EVENT_PREFIXES = ("conversation.", "tool.execution.", "function.call.", "message.output.", "agent.handoff.")
+
+
 class MistralConversationStream(VendorStreamCollector):
     """Events name their entry by id; the entry itself is never sent."""
 
     def __init__(self) -> None:
         super().__init__()
         self._indexes: dict[str, int] = {}
+
+    def recognizes(self, event: JsonObject) -> bool:
+        return (get_text_at_path(event, ("type",)) or "").startswith(_EVENT_PREFIXES)
 
     def feed(self, event: JsonObject) -> None:
         match event.get("type"):
@@ -183,6 +230,8 @@ class MistralConversationStream(VendorStreamCollector):
             case "conversation.response.done":
                 for index in self._indexes.values():
                     self.partial_items.end_item(index)
+            case "conversation.response.error":
+                self.partial_items.add_error({**event, "type": "error"})
             case _:
                 pass
 

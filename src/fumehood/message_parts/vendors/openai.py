@@ -28,6 +28,7 @@ from fumehood.message_parts.vendor_codec import (
     TextItemTemplate,
     VendorCodec,
     draft_entries,
+    draft_error,
     draft_tool_parts,
     map_fields,
 )
@@ -53,7 +54,8 @@ ITEM_MAPPINGS = (
         type="code_interpreter_call",
         kind="code_interpreter",
         call=map_fields(code="", container_id=""),
-        response=map_fields(outputs=""),
+        response=map_fields(outputs="", exit_code="fumehood:execution.exit_code"),
+        duration_ms=("fumehood:execution", "duration_ms"),
         template={
             "type": "code_interpreter_call",
             "status": "completed",
@@ -83,7 +85,7 @@ ITEM_MAPPINGS = (
         type="image_generation_call",
         kind="image_generation",
         call=map_fields(prompt=""),
-        response=map_fields(result="", revised_prompt=""),
+        response=map_fields(result="", revised_prompt="", error="error.message", error_code="error.code"),
         template={"type": "image_generation_call", "status": "completed", "result": None},
     ),
     ItemMapping(
@@ -248,6 +250,8 @@ def draft_parts(item: JsonObject) -> list[PartSkeleton]:
         return _draft_message(item)
     if kind == "reasoning":
         return _draft_reasoning(item)
+    if kind == "error" or (kind is None and isinstance(item.get("error"), dict)):
+        return draft_error()
     mapping = BY_TYPE.get(kind) if isinstance(kind, str) else None
     return [] if mapping is None else draft_tool_parts(item, mapping)
 
@@ -263,36 +267,49 @@ def _draft_message(item: JsonObject) -> list[PartSkeleton]:
 def _draft_content(role: str, entry: JsonObject, path: JsonPath) -> list[PartSkeleton]:
     kind = entry.get("type")
     if isinstance(kind, str) and kind in _TEXT_FIELDS:
-        return [
-            PartSkeleton(
-                TextPart(content="", role=role), (FieldMapping("content", (*path, _TEXT_FIELDS[kind])),)
-            )
-        ]
+        fields = (
+            FieldMapping("content", (*path, _TEXT_FIELDS[kind])),
+            FieldMapping("annotations", (*path, "annotations")),
+        )
+        return [PartSkeleton(TextPart(content="", role=role), fields)]
     if kind == "input_image":
         return draft_image(entry, path, "image_url") or _draft_file(entry, path, "image")
     if kind == "input_file":
-        return _draft_file(entry, path, "file")
+        return (
+            _draft_file(entry, path, "file")
+            or _draft_file_data(entry, path)
+            or draft_image(entry, path, "file_url", "file")
+        )
     return []
 
 
-def draft_image(entry: JsonObject, path: JsonPath, key: str) -> list[PartSkeleton]:
-    """Draft an image from its URL, which may be a `data:` URL."""
+def draft_image(entry: JsonObject, path: JsonPath, key: str, modality: str = "image") -> list[PartSkeleton]:
+    """Draft an image or file from its URL, which may be a `data:` URL."""
     url = entry.get(key)
     if not isinstance(url, str):
         return []
+    filename = FieldMapping("filename", (*path, "filename"))
     if url.startswith("data:"):
         mime = url.removeprefix("data:").partition(";")[0]
-        part = BlobPart(content="", modality=mime.partition("/")[0] or "image", mime_type=mime or None)
-        return [PartSkeleton(part, (FieldMapping("content", (*path, key), "data_url"),))]
-    return [PartSkeleton(UriPart(uri="", modality="image"), (FieldMapping("uri", (*path, key)),))]
+        part = BlobPart(content="", modality=mime.partition("/")[0] or modality, mime_type=mime or None)
+        return [PartSkeleton(part, (FieldMapping("content", (*path, key), "data_url"), filename))]
+    return [PartSkeleton(UriPart(uri="", modality=modality), (FieldMapping("uri", (*path, key)), filename))]
 
 
 def _draft_file(entry: JsonObject, path: JsonPath, modality: str) -> list[PartSkeleton]:
     if not isinstance(entry.get("file_id"), str):
         return []
-    return [
-        PartSkeleton(FilePart(file_id="", modality=modality), (FieldMapping("file_id", (*path, "file_id")),))
-    ]
+    fields = (FieldMapping("file_id", (*path, "file_id")), FieldMapping("filename", (*path, "filename")))
+    return [PartSkeleton(FilePart(file_id="", modality=modality), fields)]
+
+
+def _draft_file_data(entry: JsonObject, path: JsonPath) -> list[PartSkeleton]:
+    """Draft a file from its data: a `data:` URL, or only the base64 of one."""
+    data = entry.get("file_data")
+    if not isinstance(data, str) or data.startswith("data:"):
+        return draft_image(entry, path, "file_data", "file")
+    fields = (FieldMapping("content", (*path, "file_data")), FieldMapping("filename", (*path, "filename")))
+    return [PartSkeleton(BlobPart(content="", modality="file"), fields)]
 
 
 def _draft_reasoning(item: JsonObject) -> list[PartSkeleton]:
@@ -329,6 +346,10 @@ _TEXT_DELTA_EVENTS: dict[str, tuple[Callable[[JsonObject], JsonPath], str]] = {
 class OpenAIResponseStream(VendorStreamCollector):
     """The last event repeats all items and takes precedence over the events of each item."""
 
+    def recognizes(self, event: JsonObject) -> bool:
+        kind = get_text_at_path(event, ("type",)) or ""
+        return kind.startswith("response.") or kind in ("error", "keepalive")
+
     def feed(self, event: JsonObject) -> None:
         kind = (get_text_at_path(event, ("type",)) or "").removeprefix("response.")
         stem, _, step = kind.rpartition(".")
@@ -354,7 +375,12 @@ class OpenAIResponseStream(VendorStreamCollector):
         elif stem == "shell_call_output_content":
             self._apply_shell_output(index, step, event)
         elif kind in ("completed", "incomplete", "failed", "cancelled"):
-            self._replace_all_items(read_object(event, "response").get("output"))
+            response = read_object(event, "response")
+            self._replace_all_items(response.get("output"))
+            if error := read_object(response, "error"):
+                self.partial_items.add_error({"type": "error", **error})
+        elif kind == "error":
+            self.partial_items.add_error(event)
         elif stem.endswith("_call") and step != "partial_image":
             self.partial_items.set_value(index, ("status",), step)
 

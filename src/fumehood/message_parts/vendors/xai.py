@@ -5,12 +5,14 @@ import msgspec
 from fumehood.message_parts.canonical_parts import Json, JsonObject, JsonPath, ReasoningPart, TextPart
 from fumehood.message_parts.json_paths import copy_json, get_at_path, get_text_at_path
 from fumehood.message_parts.partial_items import VendorStreamCollector, read_int, read_object
+from fumehood.message_parts.tool_payloads import RESERVED_NAMES
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
     PartSkeleton,
     VendorCodec,
     draft_tool_parts,
+    map_fallback,
     map_fields,
 )
 from fumehood.message_parts.vendors import openai
@@ -29,8 +31,8 @@ def _call_mapping(name: str, kind: str, **paths: str) -> ItemMapping:
     return ItemMapping(
         type=name,
         kind=kind,
-        call=map_fields(**paths),
-        name=("function", "name") if kind in ("function", "mcp") else (),
+        call=(*map_fields(**paths), *map_fallback("arguments", "function.arguments")),
+        name=("function", "name") if kind not in RESERVED_NAMES else (),
         failed=("error_message",),
         execution="client" if kind == "function" else "server",
     )
@@ -62,11 +64,44 @@ CALL_MAPPINGS = (
 _X_SEARCH_TOOLS = ("x_keyword_search", "x_semantic_search", "x_user_search", "x_thread_fetch")
 X_SEARCH_MAPPINGS = (
     ItemMapping(
-        type="custom_tool_call", kind="x_search", call=map_fields(arguments="input"), call_id=("call_id",)
+        type="custom_tool_call",
+        kind="x_search",
+        call=(*map_fields(arguments="input"), *map_fields(arguments="")),
+        call_id=("call_id",),
+        name=("name",),
     ),
-    ItemMapping(type="x_search_call", kind="x_search", call=map_fields(arguments="action")),
+    ItemMapping(
+        type="x_search_call",
+        kind="x_search",
+        call=(*map_fields(arguments="action"), *map_fields(arguments=""), *map_fields(arguments="input")),
+        name=("name",),
+    ),
 )
-_BY_TYPE = {mapping.type: mapping for mapping in (*CALL_MAPPINGS, X_SEARCH_MAPPINGS[1])}
+
+
+def _with_arguments(name: str, kind: str = "", **paths: str) -> ItemMapping:
+    """OpenAI's item, or one of xAI's own, whose call is JSON text in `arguments`, `input` or `action`."""
+    known = openai.BY_TYPE.get(name) or ItemMapping(type=name, kind=kind, call=(), name=("name",))
+    more = (
+        *map_fields(**paths),
+        *(FieldMapping("arguments", (key,), is_fallback=True) for key in _INPUT_FIELDS),
+    )
+    return msgspec.structs.replace(known, call=(*(known.call or ()), *more))
+
+
+_INPUT_FIELDS = ("arguments", "input", "action")
+ARGUMENT_MAPPINGS = (
+    _with_arguments("code_interpreter_call", code="arguments|json.code"),
+    msgspec.structs.replace(
+        _with_arguments("code_interpreter_call", code="arguments|json.code"), type="code_execution_call"
+    ),
+    _with_arguments("web_search_call", queries="arguments|json.query", url="arguments|json.url"),
+    _with_arguments("file_search_call", queries="arguments|json.query"),
+    _with_arguments("image_generation_call", prompt="arguments|json.prompt"),
+    _with_arguments("view_image_call", "view_image"),
+    _with_arguments("view_x_video_call", "view_x_video"),
+)
+_BY_TYPE = {mapping.type: mapping for mapping in (*CALL_MAPPINGS, *ARGUMENT_MAPPINGS, X_SEARCH_MAPPINGS[1])}
 
 
 def draft_parts(item: JsonObject) -> list[PartSkeleton]:
@@ -74,7 +109,7 @@ def draft_parts(item: JsonObject) -> list[PartSkeleton]:
     if kind == "custom_tool_call" and item.get("name") in _X_SEARCH_TOOLS:
         return draft_tool_parts(item, X_SEARCH_MAPPINGS[0])
     if kind.startswith(_TOOL_TYPE_PREFIX) or kind in _BY_TYPE:
-        return draft_tool_parts(item, _mapping_of(kind))
+        return draft_tool_parts(item, _with_error(item, _mapping_of(kind), ()))
     if isinstance(item.get("message"), dict):
         return _draft_message(item, ("message",))
     if (get_text_at_path(item, ("role",)) or "").startswith("ROLE_"):
@@ -103,7 +138,7 @@ def _draft_message(item: JsonObject, prefix: JsonPath) -> list[PartSkeleton]:
             mapping = _mapping_of(get_text_at_path(call, ("type",)) or _CLIENT_TOOL_TYPE)
             path = (*prefix, key, number)
             if not tool:
-                made += draft_tool_parts(item, mapping.nested_under(path))
+                made += draft_tool_parts(item, _with_error(item, mapping.nested_under(path), path))
             elif not made:
                 made += draft_tool_parts(item, _response_mapping(mapping, path, (*prefix, "content")))
     return made
@@ -111,11 +146,28 @@ def _draft_message(item: JsonObject, prefix: JsonPath) -> list[PartSkeleton]:
 
 def _response_mapping(mapping: ItemMapping, call: JsonPath, content: JsonPath) -> ItemMapping:
     name, codec = _RESPONSE_FIELDS.get(mapping.kind, ("text", ""))
-    result = (FieldMapping(name, content, codec),)
+    result = (FieldMapping(name, content, codec), *_error_fields(call), *_content_fallback(content))
     return msgspec.structs.replace(mapping.nested_under(call), call=None, response=result)
 
 
+def _with_error(item: JsonObject, mapping: ItemMapping, call: JsonPath) -> ItemMapping:
+    """Add a response to a call that says itself that it failed."""
+    if mapping.response is not None or not mapping.read_failure(item):
+        return mapping
+    return msgspec.structs.replace(mapping, response=_error_fields(call))
+
+
+def _error_fields(call: JsonPath) -> tuple[FieldMapping, ...]:
+    return tuple(FieldMapping("error", (*call, name)) for name in ("error_message", "errorMessage"))
+
+
+def _content_fallback(content: JsonPath) -> tuple[FieldMapping, ...]:
+    return (FieldMapping("content", content, is_fallback=True),)
+
+
 def find_item_lists(document: Json) -> list[JsonPath]:
+    if isinstance(document, dict) and "type" in document:
+        return []
     if isinstance(get_at_path(document, ("outputs",)), list):
         return [("outputs",)]
     return openai.find_item_lists(document)
@@ -129,6 +181,9 @@ _CALL_FIELDS = ("tool_calls", "toolCalls")
 _FINISH_REASON_FIELDS = ("finish_reason", "finishReason")
 
 
+_CHUNK_FIELDS = ("id", "model", "outputs", "usage", "citations")
+
+
 class XaiGrpcChatStream(VendorStreamCollector):
     """Chunks are responses with deltas of messages in their outputs.
 
@@ -139,6 +194,9 @@ class XaiGrpcChatStream(VendorStreamCollector):
     def __init__(self) -> None:
         super().__init__()
         self._response: JsonObject = {}
+
+    def recognizes(self, event: JsonObject) -> bool:
+        return "type" not in event and not event.keys().isdisjoint(_CHUNK_FIELDS)
 
     def feed(self, event: JsonObject) -> None:
         for key, value in event.items():
@@ -196,9 +254,12 @@ class XaiAutoStream(VendorStreamCollector):
         super().__init__()
         self._stream: VendorStreamCollector | None = None
 
+    def recognizes(self, event: JsonObject) -> bool:
+        return (self._stream or _choose_stream(event)).recognizes(event)
+
     def feed(self, event: JsonObject) -> None:
         if self._stream is None:
-            self._stream = openai.OpenAIResponseStream() if "type" in event else XaiGrpcChatStream()
+            self._stream = _choose_stream(event)
         self._stream.feed(event)
         self.partial_items = self._stream.partial_items
 
@@ -206,10 +267,14 @@ class XaiAutoStream(VendorStreamCollector):
         return self._stream.build_document() if self._stream else []
 
 
+def _choose_stream(event: JsonObject) -> VendorStreamCollector:
+    return openai.OpenAIResponseStream() if "type" in event else XaiGrpcChatStream()
+
+
 VENDOR = VendorCodec(
     name="xai",
     title="xAI",
-    item_mappings=(*openai.ITEM_MAPPINGS, *CALL_MAPPINGS, *X_SEARCH_MAPPINGS),
+    item_mappings=(*openai.ITEM_MAPPINGS, *CALL_MAPPINGS, *X_SEARCH_MAPPINGS, *ARGUMENT_MAPPINGS[-2:]),
     draft_parts=draft_parts,
     text=openai.VENDOR.text,
     user_text=openai.VENDOR.user_text,
