@@ -175,6 +175,7 @@ class TelemetrySettings(SettingsSection, frozen=True):
     profile: Literal["option1", "option2", "option3", "option3-alternative", "phoenix"] = "option2"
     content_bytes: Annotated[int, Meta(ge=10_000)] = 200_000
     redact: str | None = None
+    provider_name: Annotated[str, Meta(min_length=1, max_length=64)] = "fumehood"
     log_format: Literal["text", "json"] = "text"
     log_level: LogLevel = "info"
 

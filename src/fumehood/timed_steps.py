@@ -15,32 +15,32 @@ class TimedStep:
     """The duration of one step, from construction until its block is left or `end` is called.
 
     started_at_ns: nanoseconds since 1970. duration_ns: set at the end.
-    error: type name of the exception that ended the step, empty if there was none.
+    error: type name of the exception that ended the step, or how it failed; empty if it did not.
     """
 
     __slots__ = ("_emit", "_started_ns", "attributes", "duration_ns", "error", "name", "started_at_ns")
 
     def __init__(self, name: str, emit: "TimingListener | None") -> None:
         self.name = name
-        self.attributes: dict[str, str] = {}
+        self.attributes: dict[str, str | int] = {}
         self.error: str = ""
         self.duration_ns: int = 0
         self.started_at_ns: int = time_ns()
         self._started_ns: int = perf_counter_ns()
         self._emit: TimingListener | None = emit
 
-    def set_attribute(self, name: str, value: str) -> None:
+    def set_attribute(self, name: str, value: str | int) -> None:
         self.attributes[name] = value
 
-    def split_off_start(self, name: str, nanoseconds: int) -> None:
+    def split_off_start(self, name: str, nanoseconds: int, error: str = "") -> None:
         """Report the first `nanoseconds` as a timing of their own, and let this one start after it.
 
-        For a step that another process measured and reports only at its end.
+        For a step that another process measured and reports only at its end. error: how it failed, if it did.
         """
         emit, nanoseconds = self._emit, min(nanoseconds, perf_counter_ns() - self._started_ns)
         if emit is not None and nanoseconds > 0:
             first = TimedStep(name, emit)
-            first.started_at_ns, first.duration_ns = self.started_at_ns, nanoseconds
+            first.started_at_ns, first.duration_ns, first.error = self.started_at_ns, nanoseconds, error
             self.started_at_ns += nanoseconds
             self._started_ns += nanoseconds
             emit(first)
@@ -55,7 +55,7 @@ class TimedStep:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.error = "" if kind is None else kind.__name__
+        self.error = self.error if kind is None else kind.__name__
         self.end()
 
 

@@ -7,7 +7,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,6 +175,7 @@ async def assemble_gateway(
             )
         )
         tools = _build_tools(config, containers, files, clock)
+        metrics.hosted_item_types = frozenset().union(*(tool.item_types for tool in tools))
         runs: RunService = EngineRunService(
             models if telemetry is None else telemetry.instrument_models(models),
             tools if telemetry is None else telemetry.instrument_tools(tools),
@@ -213,7 +214,10 @@ async def assemble_gateway(
             pass_fields={name for model in config.models for name in model.pass_fields},
             readiness_problem=SandboxReadiness(sandboxes, clock) if interpreter.enabled else None,
         )
-        app = gateway if telemetry is None else telemetry.wrap_application(gateway)
+        app = gateway
+        if telemetry is not None:
+            app = telemetry.wrap_application(gateway)
+            telemetry.export_metrics_page(_read_all_metrics(metrics, sandboxes, interpreter.enabled))
         yield AssembledGateway(app, runs, metrics, is_keyless)
 
 
@@ -295,6 +299,7 @@ def open_telemetry(
         profile=config.telemetry.profile,
         content_bytes=config.telemetry.content_bytes,
         redact=load_redactor(config.telemetry.redact),
+        provider_name=config.telemetry.provider_name,
         models=[model.match for model in config.models if not model.is_pattern],
     )
     pipeline = OtlpPipeline(settings, environ, stats)
@@ -349,6 +354,21 @@ def _build_metrics(config: GatewayConfig, stats: GatewayStats, sandboxes: Sandbo
         disk_paths={"database": config.storage.database_path.parent, "blobs": Path(config.storage.blobs)},
         fetch_sandbox_metrics=None if embedded is None else embedded.metrics,
     )
+
+
+def _read_all_metrics(
+    metrics: GatewayMetrics, sandboxes: SandboxProvider, has_sandboxes: bool
+) -> Callable[[], Awaitable[bytes]]:
+    """The gateway's page, with that of a remote sandbox server, which it does not include."""
+
+    async def read_page() -> bytes:
+        page = await metrics.render()
+        if has_sandboxes and isinstance(sandboxes, RemoteSandboxProvider):
+            with contextlib.suppress(SandboxError):
+                page += await sandboxes.metrics()
+        return page
+
+    return read_page
 
 
 async def _open_store(config: GatewayConfig, stats: GatewayStats, stack: AsyncExitStack) -> SqliteStore:

@@ -11,9 +11,9 @@ from fumehood.testing import ScriptedExecution
 from fumehood.timed_steps import TimedStep, listen_to_timings
 from tests.support.containers import ContainerHarness, container_harness
 
-NEW: Mapping[str, str] = {"start": "new"}
-REUSED: Mapping[str, str] = {"start": "reused"}
-OK: Mapping[str, str] = {"status": "ok"}
+NEW: Mapping[str, str | int] = {"start": "new"}
+REUSED: Mapping[str, str | int] = {"start": "reused"}
+OK: Mapping[str, str | int] = {"exit_code": 0, "status": "ok"}
 
 
 async def timings_of_call(
@@ -27,7 +27,7 @@ async def timings_of_call(
     return container.id, timings
 
 
-def summarize(timings: list[TimedStep]) -> list[tuple[str, Mapping[str, str]]]:
+def summarize(timings: list[TimedStep]) -> list[tuple[str, Mapping[str, str | int]]]:
     return [(timing.name, timing.attributes) for timing in timings]
 
 
@@ -57,7 +57,9 @@ async def test_how_code_ended_is_told(status: str) -> None:
     end = ExecutionEnd(status=status, exit_code=-1, duration_ms=1, state_kept=False)  # type: ignore[arg-type]
     async with container_harness(ScriptedExecution(None, [end]), ScriptedExecution(None)) as running:
         container, timings = await timings_of_call(running, "1")
-        assert summarize(timings) == [("acquire", NEW), ("files", {}), ("run", {"status": status})]
+        ended = {"exit_code": -1, "status": status}
+        assert summarize(timings) == [("acquire", NEW), ("files", {}), ("run", ended)]
+        assert [timing.error for timing in timings] == ["", "", status]
         # The next one has another.
         _, timings = await timings_of_call(running, "2", container)
         assert summarize(timings)[0] == ("acquire", NEW)

@@ -82,10 +82,12 @@ def test_gateway_before_gateway_is_one_trace(line: Line) -> None:
     headers = {"traceparent": trace.parent, "tracestate": "vendor=a,other@b=c"}
     events: Any = line.client.responses.create(model="far", input="?", stream=True, extra_headers=headers)
     assert [event.type for event in events][-1] == "response.completed"
-    spans = line.receiver.trace(trace.bytes, 4)
+    spans = line.receiver.trace(trace.bytes, 6)
     assert [(service, span.name) for service, span in spans] == [
+        ("near", "POST /v1/responses"),
         ("near", "invoke_agent"),
         ("near", "chat far"),
+        ("far", "POST /v1/responses"),
         ("far", "invoke_agent"),
         ("far", "chat scripted"),
     ]
@@ -101,7 +103,7 @@ def test_whoever_is_asked_again_is_told_the_same(line: Line) -> None:
     trace = begin_trace()
     line.model.script(document(b"{}", "503 Busy"), document(b"{}", "503 Busy"), text_answer("Hi"))
     line.client.responses.create(model="scripted", input="?", extra_headers={"traceparent": trace.parent})
-    _, (_, chat) = line.receiver.trace(trace.bytes, 2)
+    _, _, (_, chat) = line.receiver.trace(trace.bytes, 3)
     sent = [asked.headers["traceparent"] for asked in line.model.requests]
     assert sent == 3 * [f"00-{trace.id}-{chat.span_id.hex()}-01"]
 
@@ -110,7 +112,11 @@ def test_a_server_need_not_be_told(line: Line) -> None:
     trace = begin_trace()
     line.model.script(text_answer("Hi"))
     line.client.responses.create(model="strange", input="?", extra_headers={"traceparent": trace.parent})
-    assert [span.name for _, span in line.receiver.trace(trace.bytes, 2)] == ["invoke_agent", "chat strange"]
+    assert [span.name for _, span in line.receiver.trace(trace.bytes, 3)] == [
+        "POST /v1/responses",
+        "invoke_agent",
+        "chat strange",
+    ]
     assert not {"traceparent", "tracestate"} & set(line.model.requests[0].headers)
 
 
@@ -122,7 +128,7 @@ def test_a_caller_that_does_not_sample_is_not_recorded_but_the_trace_goes_on(lin
     line.client.responses.create(model="scripted", input="?", extra_headers={"traceparent": after.parent})
     sent = line.model.requests[0].headers["traceparent"]
     assert (sent[3:35], sent[-2:]) == (trace.id, "00")
-    line.receiver.trace(after.bytes, 2)
+    line.receiver.trace(after.bytes, 3)
     assert line.receiver.trace(trace.bytes, 0) == []
 
 
@@ -169,8 +175,9 @@ def test_a_turn_of_no_run_is_its_callers_too(line: Line) -> None:
     line.client.responses.compact(
         model="scripted", input="A long story", extra_headers={"traceparent": trace.parent}
     )
-    ((_, chat),) = line.receiver.trace(trace.bytes, 1)
-    assert (chat.name, chat.parent_span_id.hex()) == ("chat scripted", trace.span)
+    (_, request), (_, chat) = line.receiver.trace(trace.bytes, 2)
+    assert (request.name, request.parent_span_id.hex()) == ("POST /v1/responses/compact", trace.span)
+    assert (chat.name, chat.parent_span_id) == ("chat scripted", request.span_id)
 
 
 def test_code_sees_nothing_of_the_trace(tmp_path: Path) -> None:
@@ -202,7 +209,7 @@ print("path" in found, [word for word in words if word in found])
                 include=OUTPUTS,
                 extra_headers={"traceparent": trace.parent, "tracestate": "a=b"},
             )
-            assert len(receiver.trace(trace.bytes, 4)) >= 4
+            assert len(receiver.trace(trace.bytes, 5)) >= 5
     assert response.output[0].outputs[0].logs == "True []\n"
 
 
@@ -235,17 +242,19 @@ def test_client_and_gateway_are_one_trace(line: Line) -> None:
     call = tool_call("run_query", {"sql": "x"}, call_id="c1")
     line.model.script(tool_calls(call), text_answer("Done."))
     trace = evaluate_prompt(line.receiver, line.client)
-    assert tree(line.receiver.trace(trace, 9)) == snapshot(
+    assert tree(line.receiver.trace(trace, 11)) == snapshot(
         [
             "mine: mine",
             "  mine: invoke_agent task",
             "    mine: chat scripted",
-            "      near: invoke_agent",
-            "        near: chat scripted",
+            "      near: POST /v1/responses",
+            "        near: invoke_agent",
+            "          near: chat scripted",
             "    mine: execute_tool run_query",
             "    mine: chat scripted",
-            "      near: invoke_agent",
-            "        near: chat scripted",
+            "      near: POST /v1/responses",
+            "        near: invoke_agent",
+            "          near: chat scripted",
         ]
     )
 
@@ -261,7 +270,7 @@ def test_client_gateway_and_sandbox_are_one_trace(tmp_path: Path) -> None:
         ):
             trace = evaluate_prompt(receiver, client, hosted_tools=HOSTED)
             assert running.stop() == 0
-        spans = receiver.trace(trace, 8)
+        spans = receiver.trace(trace, 9)
     phases = {span.span_id: span.parent_span_id for _, span in spans if span.name.startswith("sandbox ")}
     (ran,) = [span.span_id for _, span in spans if span.name == "execute_tool code_interpreter"]
     assert set(phases.values()) == {ran}
@@ -270,9 +279,10 @@ def test_client_gateway_and_sandbox_are_one_trace(tmp_path: Path) -> None:
             "mine: mine",
             "  mine: invoke_agent task",
             "    mine: chat scripted",
-            "      fumehood: invoke_agent",
-            "        fumehood: chat scripted",
-            "        fumehood: execute_tool code_interpreter",
-            "        fumehood: chat scripted",
+            "      fumehood: POST /v1/responses",
+            "        fumehood: invoke_agent",
+            "          fumehood: chat scripted",
+            "          fumehood: execute_tool code_interpreter",
+            "          fumehood: chat scripted",
         ]
     )

@@ -17,7 +17,7 @@ from fumehood.gateway_stats import BucketHistogram
 from fumehood.interfaces import Caller
 from fumehood.protocol.api_keys import ApiKeyLimits
 from fumehood.protocol.openai.api_errors import RateLimited, ServiceUnavailable
-from fumehood.protocol.openai.items import CompactionItem
+from fumehood.protocol.openai.items import CodeInterpreterCall, CompactionItem, OutputItem
 from fumehood.protocol.openai.responses import Response
 from fumehood.protocol.openai.stream_events import ResponseCompleted
 from fumehood.protocol.sandbox.sandbox_errors import SandboxServerUnreachable
@@ -47,6 +47,37 @@ async def test_everything_that_can_be_counted_is_there_from_the_beginning() -> N
         "fumehood_model_turns_total",
         "fumehood_model_turn_retries_total",
         "fumehood_model_errors_total",
+    }
+
+
+def test_calls_of_every_hosted_tool_are_counted() -> None:
+    """Also of one whose items are plain JSON, as in docs/adding-a-tool.md; not those of others."""
+    metrics = GatewayMetrics()
+    metrics.hosted_item_types = frozenset(
+        {"code_interpreter_call", "shell_call", "shell_call_output", "fumehood:dice_call"}
+    )
+    items: list[dict[str, object]] = [
+        {"type": "fumehood:dice_call", "id": "fh_1", "status": "completed"},
+        {"type": "fumehood:dice_call", "id": "fh_2", "status": "failed"},
+        {"type": "fumehood:dice_call", "id": "fh_3"},
+        {"type": "fumehood:dice_call", "id": "fh_4", "status": 7},
+        {"type": "shell_call", "id": "sh_1", "status": "completed", "environment": None},
+        {"type": "shell_call_output", "id": "sho_1", "status": "completed"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+    ]
+    output: list[OutputItem] = [msgspec.Raw(msgspec.json.encode(item)) for item in items]
+    output.append(CodeInterpreterCall(id="ci_1", container_id="cntr_1", status="completed"))
+    metrics.record_response(Response(id="r", created_at=1, model="m", status="completed", output=output))
+    family = next(each for each in metrics.collect() if each.name == "fumehood_tool_calls")
+    counted = {
+        (each.labels["type"], each.labels["status"]): each.value
+        for each in family.samples
+        if each.name == "fumehood_tool_calls_total"
+    }
+    assert counted == {
+        ("fumehood:dice", "completed"): 2,
+        ("fumehood:dice", "failed"): 1,
+        ("code_interpreter", "completed"): 1,
     }
 
 

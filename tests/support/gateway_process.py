@@ -180,11 +180,12 @@ class ScriptedModelServer:
 
 # --- what the model says ------------------------------------------------------------------------------
 
+IDENTITY = {"id": "chatcmpl-1", "model": "scripted-2026"}
 USAGE = data({"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}})
 
 
 def text_answer(*texts: str) -> Responder:
-    pieces = [chunk({"role": "assistant", "content": text}) for text in texts]
+    pieces = [chunk({"role": "assistant", "content": text}, **IDENTITY) for text in texts]
     return stream(*pieces, chunk(finish="stop"), USAGE, DONE)
 
 
@@ -196,7 +197,7 @@ def tool_call(
     fragments = [text[start : start + size] for start in range(0, len(text), size)]
     head = {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
     return [
-        chunk({"tool_calls": [head]}),
+        chunk({"tool_calls": [head]}, **IDENTITY),
         *(chunk({"tool_calls": [{"index": index, "function": {"arguments": part}}]}) for part in fragments),
     ]
 

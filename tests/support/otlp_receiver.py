@@ -26,7 +26,8 @@ FAST_EXPORT_ENVIRONMENT = {
 class OtlpReceiver:
     """`address` is what `telemetry.otlp` is to be.
 
-    asked: the path and the headers of every request. resources: what was said of the senders.
+    received_requests: the path and the headers of every request. resources: what was said of the senders.
+    schema_urls: of every scope, with the path it came by.
     """
 
     def __init__(self) -> None:
@@ -35,6 +36,7 @@ class OtlpReceiver:
         self.spans: list[tuple[str, Span]] = []
         self.metrics: dict[str, Metric] = {}
         self.events: list[LogRecord] = []
+        self.schema_urls: set[tuple[str, str]] = set()
         self._received = threading.Condition()
         receiver = self
 
@@ -79,16 +81,19 @@ class OtlpReceiver:
         for resource in request.resource_spans:
             service = self._record_resource(resource.resource)
             self.spans += [(service, span) for scope in resource.scope_spans for span in scope.spans]
+            self.schema_urls |= {("/v1/traces", scope.schema_url) for scope in resource.scope_spans}
 
     def _receive_metrics(self, request: ExportMetricsServiceRequest) -> None:
         for resource in request.resource_metrics:
             self._record_resource(resource.resource)
             self.metrics |= {each.name: each for scope in resource.scope_metrics for each in scope.metrics}
+            self.schema_urls |= {("/v1/metrics", scope.schema_url) for scope in resource.scope_metrics}
 
     def _receive_events(self, request: ExportLogsServiceRequest) -> None:
         for resource in request.resource_logs:
             self._record_resource(resource.resource)
             self.events += [record for scope in resource.scope_logs for record in scope.log_records]
+            self.schema_urls |= {("/v1/logs", scope.schema_url) for scope in resource.scope_logs}
 
     def _record_resource(self, resource: Resource) -> str:
         told = decode_attributes(resource.attributes)

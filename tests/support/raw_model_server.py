@@ -179,9 +179,9 @@ def data(value: object) -> bytes:
 
 
 def chunk(delta: Mapping[str, object] | None = None, finish: str | None = None, **more: object) -> bytes:
-    """One event of a stream."""
+    """One event of a stream; some servers send an `id` and the `model`, too."""
     choice = {"index": 0, "delta": delta or {}, "finish_reason": finish}
-    return data({"id": "chatcmpl-1", "object": "chat.completion.chunk", "choices": [choice], **more})
+    return data({"object": "chat.completion.chunk", "choices": [choice], **more})
 
 
 def says(*texts: str, finish: str = "stop") -> bytes:

@@ -15,7 +15,8 @@ from msgspec import Raw
 
 from fumehood.message_parts import read_published_schema
 from fumehood.message_parts.validation import validate
-from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
+from fumehood.protocol.attachments import Attachment
+from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.model_turns import (
     AnyModelEvent,
     ModelCallArgumentsDelta,
@@ -204,6 +205,90 @@ def test_captured_content_of_a_turn_is_its_request_and_answer(profile: ProfileNa
     )
     assert {each["finish_reason"] for each in content[OUTPUT_MESSAGES]} == {"tool_call"}
     assert [each["name"] for each in content[TOOL_DEFINITIONS]] == ["f", "web_search"]
+
+
+@pytest.mark.parametrize("profile", NAMES)
+@pytest.mark.parametrize("half", ["both", "apart"])
+def test_the_input_of_a_turn_is_what_the_model_was_sent(profile: ProfileName, half: str) -> None:
+    """Its own ids, arguments and text, not those of the items that clients see."""
+    exchange = ToolExchange(
+        call_id="call_1",
+        name="code_interpreter",
+        arguments='{"code": "print(1)", "requirements": ["six"]}',
+        output="1\n[figure 1]",
+        images=("data:image/png;base64,iVBORw0KGgo=",),
+    )
+    item = msgspec.json.encode(CALL)
+    whole = ConversationEntry(type="code_interpreter_call", id="ci_1", turn=1, raw=item, exchange=exchange)
+    entries = [whole]
+    if half == "apart":
+        asked = msgspec.structs.replace(exchange, half="call", output="", images=())
+        answered = msgspec.structs.replace(exchange, half="result", arguments="")
+        entries = [msgspec.structs.replace(whole, exchange=each) for each in (asked, answered)]
+    content = capture_content(turn([ModelTurnEnded("stop")], *entries), profile)
+    check_against_schemas(content, profile)
+    call, result, picture = [part for each in content[INPUT_MESSAGES] for part in each["parts"]]
+    assert (call["type"], result["type"]) == ("tool_call", "tool_call_response")
+    assert call["id"] == result["id"] == "call_1"
+    assert call["tool_call"]["code"] == "print(1)"
+    assert call["arguments"] == {"code": "print(1)", "requirements": ["six"]}
+    assert result["response"]["outputs"] == [{"type": "logs", "logs": "1\n[figure 1]"}]
+    assert picture["type"] == "uri"
+    assert "ci_1" not in json.dumps(content)
+
+
+def test_the_text_of_a_file_is_recorded_as_the_model_reads_it() -> None:
+    asked = {
+        "type": "message",
+        "role": "user",
+        "content": [
+            {"type": "input_text", "text": "What is it?"},
+            {"type": "input_file", "file_id": "file_1"},
+            {"type": "input_image", "image_url": "https://e.x/a.png"},
+        ],
+    }
+    text = Attachment(name="a.csv", kind="text", text="1,2")
+    made = msgspec.structs.replace(entry(asked), attachments=(text, Attachment(kind="picture")))
+    (message_,) = capture_content(turn([ModelTurnEnded("stop")], made))[INPUT_MESSAGES][:1]
+    assert [part["type"] for part in message_["parts"]][:2] == ["text", "text"]
+    assert "1,2" in message_["parts"][1]["content"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "payload"),
+    [
+        ("shell", '{"commands": ["ls"]}', {"commands": ["ls"]}),
+        ("shell", '{"commands": "ls"}', {"commands": None, "arguments": {"commands": "ls"}}),
+        ("code_interpreter", "not JSON", {"code": None, "arguments": "not JSON"}),
+        ("f", '{"a": 1}', {"arguments": {"a": 1}}),
+    ],
+)
+def test_arguments_of_any_shape_are_recorded(name: str, arguments: str, payload: dict[str, Any]) -> None:
+    events: list[AnyModelEvent] = [
+        ModelCallStarted(0, "call_1", name),
+        ModelCallArgumentsDelta(0, arguments),
+        ModelTurnEnded("calls"),
+    ]
+    content = capture_content(turn(events))
+    check_against_schemas(content, "option2")
+    (part,) = [part for each in content[OUTPUT_MESSAGES] for part in each["parts"]]
+    kind = name if name != "f" else "function"
+    assert part["tool_call"] == {"type": kind, **payload}
+
+
+def test_calls_of_the_gateway_have_the_times_that_it_has_measured() -> None:
+    record = run()
+    record.call_timings = {"ci_1": (1_768_213_845_500_000_000, 250_000_000)}
+    (part,) = [
+        part
+        for each in capture_content(record, "option3-alternative")[OUTPUT_MESSAGES]
+        for part in each["parts"]
+    ]
+    assert part["execution_metadata"] == {
+        "status": "completed",
+        "duration_ms": 250,
+        "timestamp": "2026-01-12T10:30:45.500000Z",
+    }
 
 
 @pytest.mark.parametrize(

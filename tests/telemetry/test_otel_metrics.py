@@ -77,6 +77,7 @@ async def test_a_streamed_run_with_a_call_is_counted_by_the_conventions() -> Non
         "gen_ai.invoke_agent.tool_calls": [({}, 1)],
         "gen_ai.execute_tool.duration": [({"gen_ai.tool.name": "echo", "gen_ai.tool.type": "extension"}, 1)],
         "fumehood.sandbox.phase.duration": [],
+        "http.server.request.duration": [],
     }
     assert [labels for labels, _ in events] == [CHAT]
     (turns,) = read_points(metrics, "gen_ai.invoke_agent.inference_calls")

@@ -16,13 +16,16 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, Decision, ParentBased, 
 
 from fumehood.interfaces import Caller, HostedTool, Run
 from fumehood.message_parts.validation import validate
+from fumehood.protocol.model_turns import ModelProfile, ModelRequest
 from fumehood.protocol.openai.api_errors import ApiError, ModelUnreachable
 from fumehood.telemetry.content_capture import ContentRecorder
-from fumehood.telemetry.operation_records import Attributes, RecordDispatcher, ToolCallRecord
+from fumehood.telemetry.instrumentation import ConversationIndex, InstrumentedModelProvider
+from fumehood.telemetry.operation_records import Attributes, RecordDispatcher, RunRecord, ToolCallRecord
 from fumehood.telemetry.span_emitter import SpanEmitter
 from fumehood.telemetry.trace_context import TraceContextPropagator
 from fumehood.testing import (
     ScriptedModel,
+    ScriptedModelProvider,
     calls,
     says,
 )
@@ -111,6 +114,66 @@ async def test_stream_and_format_are_attributes_only_if_requested() -> None:
     names = ("gen_ai.request.stream", "gen_ai.output.type")
     assert [attributes_of(streamed).get(name) for name in names] == [True, "json"]
     assert [attributes_of(plain).get(name) for name in names] == [None, None]
+
+
+async def test_a_conversation_is_named_after_its_first_response_and_linked() -> None:
+    traced = TracedEngine(ScriptedModel(says("a"), says("b"), says("c")))
+    previous, ids = None, list[str]()
+    for _ in range(3):
+        run = await traced.start(previous_response_id=previous)
+        previous = (await run.wait()).id
+        ids.append(previous)
+    await traced.runs.drain(0)
+    spans = traced.finished()
+    runs = [span for span in spans if span.name == "invoke_agent"]
+    turns = [span for span in spans if span.name == "chat scripted"]
+    assert {attributes_of(span)["gen_ai.conversation.id"] for span in (*runs, *turns)} == {ids[0]}
+    assert [attributes_of(run).get("fumehood.previous_response.id") for run in runs] == [None, *ids[:2]]
+    linked = [[link.context.span_id for link in run.links] for run in runs]
+    assert linked == [[], *([run.context.span_id] for run in runs[:2] if run.context is not None)]
+
+
+async def test_an_unknown_previous_response_names_the_conversation_without_a_link() -> None:
+    traced = TracedEngine(ScriptedModel())
+    with pytest.raises(ApiError):
+        await traced.start(previous_response_id="resp_of_another_process")
+    (run,) = traced.finished()
+    assert attributes_of(run)["gen_ai.conversation.id"] == "resp_of_another_process"
+    assert not run.links
+
+
+def test_only_the_latest_responses_are_remembered() -> None:
+    index = ConversationIndex(max_responses=2)
+    for name in ("resp_1", "resp_2", "resp_3"):
+        index.add(
+            RunRecord(request=None, model=None, streamed=False, conversation_id=f"of {name}"), name, Caller()
+        )
+    found: list[str] = []
+    for name in ("resp_1", "resp_3"):
+        record = RunRecord(request=decode_request(previous_response_id=name), model=None, streamed=False)
+        index.find_previous(record, Caller())
+        found.append(record.conversation_id)
+    other = RunRecord(request=decode_request(previous_response_id="resp_3"), model=None, streamed=False)
+    index.find_previous(other, Caller("another tenant"))
+    assert [*found, other.conversation_id] == ["resp_1", "of resp_3", "resp_3"]
+
+
+async def test_the_provider_is_configurable() -> None:
+    provider = TracerProvider(shutdown_on_exit=False)
+    exporter = InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    spans = SpanEmitter(provider.get_tracer("test"), TraceContextPropagator({}))
+    dispatcher = RecordDispatcher([spans], on_start=spans.on_start)
+    for profile in (ModelProfile(), ModelProfile(provider="theirs", server=("127.0.0.1", 1))):
+        models = InstrumentedModelProvider(
+            ScriptedModelProvider(ScriptedModel(says("x"), profile=profile)), dispatcher, "ours"
+        )
+        stream = models.get_backend("m").stream(ModelRequest(model="m"))
+        async for _ in stream:
+            pass
+    dispatcher.flush()
+    found = [attributes_of(span)["gen_ai.provider.name"] for span in exporter.get_finished_spans()]
+    assert found == ["ours", "theirs"]
 
 
 async def test_concurrent_runs_are_separate_traces() -> None:

@@ -1,9 +1,7 @@
 """Which trace headers are read, and which are ignored."""
 
-import asyncio
 import json
-from collections.abc import Sequence
-from typing import Any
+from contextvars import copy_context
 
 import msgspec
 import pytest
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, get_current_span
 
-from fumehood.http_server.asgi_exchange import Receive, Scope, Send
 from fumehood.protocol.openai.responses import CreateResponse
 from fumehood.telemetry.trace_context import TraceContextPropagator, get_caller_context
 
@@ -21,26 +18,17 @@ PARENT = f"00-{TRACE}-{SPAN}-01"
 ON = TraceContextPropagator({})
 
 
-async def _unexpected_call(*_: Any) -> Any:
-    raise AssertionError("nobody sends or receives here")
-
-
 def extract_with_headers(
     *headers: tuple[str, str], propagation: TraceContextPropagator = ON
 ) -> SpanContext | None:
     """What an application finds that is asked with these headers."""
-    found: list[Context] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        found.append(get_caller_context())
-
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
-    asyncio.run(_call_application(propagation.wrap_application(app), raw))
-    return span_context(found[0])
 
+    def enter() -> SpanContext | None:
+        propagation.enter_request(raw)
+        return span_context(get_caller_context())
 
-async def _call_application(app: Any, headers: Sequence[tuple[bytes, bytes]]) -> None:
-    await app({"type": "http", "headers": headers}, _unexpected_call, _unexpected_call)
+    return copy_context().run(enter)
 
 
 def span_context(context: Context) -> SpanContext | None:
@@ -134,16 +122,10 @@ def test_any_header_is_read_or_ignored(headers: list[tuple[str, str]]) -> None:
 
 
 async def test_a_request_does_not_inherit_the_trace_of_the_previous_one() -> None:
-    found: list[SpanContext | None] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        found.append(span_context(get_caller_context()))
-
-    edge = ON.wrap_application(app)
-    await _call_application(edge, [(b"traceparent", PARENT.encode())])
-    await _call_application(edge, [])
-    assert found[0] is not None
-    assert found[1] is None
+    ON.enter_request([(b"traceparent", PARENT.encode())])
+    assert span_context(get_caller_context()) is not None
+    ON.enter_request([])
+    assert span_context(get_caller_context()) is None
 
 
 @pytest.mark.parametrize("names", ["none", "baggage", "b3, jaeger"])

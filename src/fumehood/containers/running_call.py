@@ -20,6 +20,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
 from fumehood.protocol.sandbox.sandbox_messages import (
     ExecuteRequest,
     ExecutionEnd,
+    ExecutionEndStatus,
     ExecutionEvent,
     make_execution_end,
 )
@@ -79,8 +80,12 @@ class RunningCall:
 
     async def next_event(self, events: AsyncGenerator[ExecutionEvent]) -> ExecutionEvent:
         """Return the next event of the code. Raises SandboxError, TimeoutError."""
-        async with asyncio.timeout_at(self._deadline):
-            event = await anext(events, None)
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                event = await anext(events, None)
+        except TimeoutError:
+            self._set_status("timeout")
+            raise
         if event is None:
             raise SandboxServerUnreachable("The events of an execution ended early.")
         self._received += 1
@@ -96,12 +101,22 @@ class RunningCall:
     def measure(self, end: ExecutionEnd) -> None:
         """Record how long the code ran."""
         self._stats.run_seconds.observe(self._clock.monotonic() - self._clock_started_at)
-        self._timing.split_off_start("packages", end.packages_ms * 1_000_000)
-        self._timing.set_attribute("status", end.status)
+        self._timing.split_off_start(
+            "packages", end.packages_ms * 1_000_000, end.status if end.status == "install_failed" else ""
+        )
+        self._timing.set_attribute("exit_code", end.exit_code)
+        self._set_status(end.status)
         self._timing.end()
+
+    def _set_status(self, status: ExecutionEndStatus) -> None:
+        """Note how the code ended. Code that raises has run: that is no error of the step."""
+        self._timing.set_attribute("status", status)
+        self._timing.error = "" if status in ("ok", "error") else status
 
     async def stop(self, sandbox: Sandbox) -> None:
         """Interrupt the code if it may be running, and wait for its end, so that `end` may say that it was stopped."""
+        if "status" not in self._timing.attributes:
+            self._set_status("interrupted")
         self._timing.end()
         if not self._runs:
             return

@@ -26,7 +26,14 @@ from fumehood.gateway.routes.file_routes import FileRoutes
 from fumehood.gateway.routes.response_routes import ResponseRoutes, ResponseRouteStore
 from fumehood.gateway.routes.websocket_routes import WebSocketRoutes, WebSocketUpgradeRequest
 from fumehood.gateway.streaming.server_sent_events import KEEPALIVE_SECONDS
-from fumehood.http_server.asgi_exchange import ClientDisconnected, Receive, Scope, Send
+from fumehood.http_server.asgi_exchange import (
+    REQUEST_OUTCOME,
+    ClientDisconnected,
+    Receive,
+    RequestOutcome,
+    Scope,
+    Send,
+)
 from fumehood.http_server.cross_site_protection import is_simple_request
 from fumehood.http_server.route_suggestions import format_path, suggest_routes
 from fumehood.http_server.slow_clients import MIN_BYTES_PER_SECOND
@@ -207,6 +214,8 @@ class Gateway:
         except Exception as error:
             await self._send_error(context, to_api_error(error, context.request_id))
         finally:
+            path = "" if path_routes is None else path_routes.path
+            scope[REQUEST_OUTCOME] = RequestOutcome(path, context.status)
             self._record_request(context, path_routes)
 
     async def _authenticate(self, exchange: GatewayExchange) -> Caller:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Self, get_args, override
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -39,12 +40,23 @@ _COMPACTION_TRIGGERS = ("requested", "automatic")
 _DIRECTIONS = ("in", "out")
 
 
+class _ItemTag(msgspec.Struct):
+    type: str = ""
+    status: str = "completed"
+
+
+_tag_decoder = msgspec.json.Decoder(_ItemTag)
+# A plain item of these types was made by the client or by the model server.
+_TYPED_CALLS = frozenset({"code_interpreter_call", "shell_call"})
+
+
 class GatewayMetrics(Collector):
     """Metrics of one gateway, on a registry of its own.
 
     stats: counters that models, containers and the store maintain.
     disk_paths: directories whose free space is reported, by name.
     fetch_sandbox_metrics: returns the metrics page of the gateway's own sandbox server; raises SandboxError.
+    hosted_item_types: the types of items that hosted tools make.
     """
 
     def __init__(
@@ -59,6 +71,7 @@ class GatewayMetrics(Collector):
         self.open_websockets = 0
         self.limit_rejections = Counter[str]()
         self.loop_lag = BucketHistogram()
+        self.hosted_item_types: frozenset[str] = frozenset()
         self._disk_paths = disk_paths or {}
         self._fetch_sandbox_metrics = fetch_sandbox_metrics
         self._is_sandbox_server_up = False
@@ -97,6 +110,17 @@ class GatewayMetrics(Collector):
                 self._tool_calls["shell", item.status] += 1
             elif isinstance(item, CompactionItem):
                 self._compactions["automatic"] += 1
+            elif isinstance(item, msgspec.Raw):
+                self._record_plain_item(item)
+
+    def _record_plain_item(self, item: msgspec.Raw) -> None:
+        """Count the call of a hosted tool whose items are plain JSON; others are the model server's or the client's."""
+        try:
+            tag = _tag_decoder.decode(item)
+        except msgspec.MsgspecError:
+            return  # not one of ours
+        if tag.type in self.hosted_item_types - _TYPED_CALLS and not tag.type.endswith("_output"):
+            self._tool_calls[tag.type.removesuffix("_call"), tag.status] += 1
 
     def record_compaction(self, usage: Usage) -> None:
         self._compactions["requested"] += 1

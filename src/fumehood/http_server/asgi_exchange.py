@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import parse_qsl
 
 type Scope = MutableMapping[str, Any]
@@ -15,9 +15,18 @@ type Headers = list[tuple[bytes, bytes]]
 JSON_CONTENT_TYPE = (b"content-type", b"application/json")
 # The scope key of the DirectWriter, if the server has one.
 DIRECT_WRITER = "fumehood.direct_writer"
+# The scope key of the RequestOutcome, once the application has handled the request.
+REQUEST_OUTCOME = "fumehood.request_outcome"
 _LINGER_SECONDS = 2.0
 _LINGER_BYTES = 64 << 20
 _MAX_QUERY_PARAMETERS = 32
+
+
+class RequestOutcome(NamedTuple):
+    """How a request ended. route: the pattern of its path, empty if none matched. status: 0 without a response."""
+
+    route: str
+    status: int
 
 
 class ClientDisconnected(Exception):

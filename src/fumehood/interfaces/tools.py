@@ -56,6 +56,7 @@ class ToolCallResult:
     exchange: what the model reads.
     additional_items: all further items that the call has started.
     files: that it produced.
+    error_type: for operators, one word for why the call failed, such as `timeout`; empty if it did not.
     """
 
     events: Sequence[StreamEvent]
@@ -63,6 +64,7 @@ class ToolCallResult:
     exchange: ToolExchange
     additional_items: Sequence[AdditionalItem] = ()
     files: Sequence[ProducedFile] = ()
+    error_type: str = ""
 
 
 type ToolCallStep = Sequence[StreamEvent] | ToolCallResult

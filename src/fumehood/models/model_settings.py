@@ -70,6 +70,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     read_timeout: seconds without a byte from the server. Without streaming, the first byte comes at the end.
     retries: how often a turn that has not started is requested again.
     trace_context: send `traceparent` and `tracestate` if tracing is on.
+    provider_name: who runs the server, as telemetry names it; by default the vendor of a known host.
     extra_body: fields that override those of the request; null removes one.
     """
 
@@ -94,6 +95,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     read_timeout: Seconds = 600.0
     retries: Annotated[int, Meta(ge=0, le=10)] = 2
     trace_context: bool = True
+    provider_name: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     extra_body: RequestFields = {}
 
     def __post_init__(self) -> None:

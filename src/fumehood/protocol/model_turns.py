@@ -146,10 +146,16 @@ type TurnEndReason = Literal["stop", "calls", "length", "content_filter"]
 
 
 class ModelTurnEnded(ModelEvent, frozen=True, gc=True):
-    """The last event of a turn; `usage` is None if the server sends none."""
+    """The last event of a turn.
+
+    usage, response_id, response_model: what the server reports of tokens, its id of the response, and the model that
+        answered; None if it does not.
+    """
 
     reason: TurnEndReason
     usage: Usage | None = None
+    response_id: str | None = None
+    response_model: str | None = None
 
 
 type AnyModelEvent = (
@@ -173,6 +179,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     context_window: in tokens. takes_files: whether it accepts files that are not text; None if unknown.
     counts_tokens: whether its server can count tokens. server: host and port, if it has one.
+    provider: who runs the server, in the words of OpenTelemetry; None to tell it from the host.
     """
 
     context_window: int | None = None
@@ -180,6 +187,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     takes_files: bool | None = None
     counts_tokens: bool = False
     server: tuple[str, int] | None = None
+    provider: str | None = None
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,6 +49,7 @@ from fumehood.telemetry.semantic_conventions import (
     INPUT_MESSAGES,
     MAX_CONTENT_BYTES,
     OUTPUT_MESSAGES,
+    SCHEMA_URL,
     TOKEN_BUCKETS,
     TOOL_CALL_ARGUMENTS,
     TOOL_CALL_RESULT,
@@ -99,8 +100,10 @@ class ClientTelemetry:
                 f"There is no representation {representation!r}; there are {', '.join(REPRESENTATIONS)}."
             )
         tracers = tracer_provider or trace.get_tracer_provider()
-        meter = (meter_provider or metrics.get_meter_provider()).get_meter("fumehood.client", __version__)
-        self._tracer = tracers.get_tracer("fumehood.client", __version__)
+        meter = (meter_provider or metrics.get_meter_provider()).get_meter(
+            "fumehood.client", __version__, SCHEMA_URL
+        )
+        self._tracer = tracers.get_tracer("fumehood.client", __version__, schema_url=SCHEMA_URL)
         self._durations = {
             "chat": _create_duration_histogram(
                 meter, "gen_ai.client.operation.duration", "Duration of requests."

@@ -4,23 +4,33 @@ Off unless the operator asks for it. A failure here costs the content, never the
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
 from typing import Literal, override
 
 import msgspec
 
 from fumehood.message_parts import (
+    EXECUTION_METADATA,
     Json,
     JsonObject,
     Part,
     ReasoningPart,
     TextPart,
     ToolCallPart,
+    build_timing,
     from_vendor,
     infer_finish_reason,
 )
 from fumehood.protocol import model_turns
+from fumehood.protocol.conversation import ConversationEntry
 from fumehood.protocol.openai.responses import CreateResponse, Response
+from fumehood.telemetry.conversation_parts import (
+    build_call_payload,
+    make_call_part,
+    parts_of_conversation,
+    parts_of_items,
+)
 from fumehood.telemetry.message_writer import MessageWriter
 from fumehood.telemetry.operation_records import (
     RecordListener,
@@ -44,9 +54,6 @@ _READ_FACTOR = 4  # reads up to this many times the bytes that are recorded
 
 # A representation of message parts, or `phoenix`: option 1 without the vendor items that the way back needs.
 type ProfileName = Literal["option1", "option2", "option3", "option3-alternative", "phoenix"]
-
-# Hosted tools that models see as functions, with the argument that becomes the payload.
-_HOSTED_TOOL_ARGUMENTS = {"code_interpreter": "code", "shell": "commands"}
 
 
 class ContentRecorder(RecordListener):
@@ -79,7 +86,7 @@ class ContentRecorder(RecordListener):
             return
         match record:
             case RunRecord(request=CreateResponse() as request):
-                record.content = self._capture_run(request, record.response)
+                record.content = self._capture_run(request, record)
             case TurnRecord(request=model_turns.ModelRequest() as request):
                 record.content = self._capture_turn(request, record)
             case ToolCallRecord():
@@ -89,21 +96,24 @@ class ContentRecorder(RecordListener):
 
     # ---- runs, turns, calls ---------------------------------------------------------------------------------------
 
-    def _capture_run(self, request: CreateResponse, response: Response | None) -> JsonObject:
+    def _capture_run(self, request: CreateResponse, run: RunRecord) -> JsonObject:
         items = request.input if isinstance(request.input, list) else []
-        raws, dropped = _take_latest([bytes(raw) for raw in reversed(items)], _READ_FACTOR * self._max_bytes)
-        input_parts: list[Part] = _parts_of_items(raws)
+        newest_first = [bytes(raw) for raw in reversed(items)]
+        raws, dropped = _take_latest(newest_first, _READ_FACTOR * self._max_bytes, len)
+        input_parts: list[Part] = parts_of_items(raws)
         if isinstance(request.input, str):
             dropped = int(len(request.input) > _READ_FACTOR * self._max_bytes)
             input_parts = [] if dropped else [TextPart(content=request.input, role="user")]
         text = request.instructions
         instructions: list[Part] = [TextPart(content=text, role="system")] if isinstance(text, str) else []
         if isinstance(text, list):
-            instructions = _parts_of_items([bytes(raw) for raw in text])
+            instructions = parts_of_items([bytes(raw) for raw in text])
         tools = _safe_tool_definitions(map(msgspec.json.decode, request.tools or ()))
         content = self._capture_request(input_parts, dropped, instructions, tools)
+        response = run.response
         if response is not None:
             parts = from_vendor("openai", msgspec.json.decode(msgspec.json.encode(response.output)))
+            _add_timings(parts, run.call_timings)
             content[OUTPUT_MESSAGES] = [
                 *self._writer.write_messages(
                     parts,
@@ -115,8 +125,10 @@ class ContentRecorder(RecordListener):
         return content
 
     def _capture_turn(self, request: model_turns.ModelRequest, turn: TurnRecord) -> JsonObject:
-        entries = (entry for segment in reversed(request.segments) for entry in reversed(segment.entries))
-        raws, dropped = _take_latest((entry.raw for entry in entries), _READ_FACTOR * self._max_bytes)
+        newest_first = (
+            entry for segment in reversed(request.segments) for entry in reversed(segment.entries)
+        )
+        entries, dropped = _take_latest(newest_first, _READ_FACTOR * self._max_bytes, _entry_size)
         text = request.instructions
         instructions: list[Part] = [] if text is None else [TextPart(content=text, role="system")]
         functions: list[JsonObject] = [
@@ -131,7 +143,8 @@ class ContentRecorder(RecordListener):
         others: list[JsonObject] = [
             {"type": each.type, "name": each.name or each.type} for each in request.other_tools
         ]
-        content = self._capture_request(_parts_of_items(raws), dropped, instructions, [*functions, *others])
+        input_parts = parts_of_conversation(entries)
+        content = self._capture_request(input_parts, dropped, instructions, [*functions, *others])
         content[OUTPUT_MESSAGES] = [
             *self._writer.write_messages(
                 _parts_of_turn(turn.events or ()), self._max_bytes // 2, turn.finish_reason or "error"
@@ -188,21 +201,38 @@ def _safe_tool_definitions(tools: Iterable[Json]) -> list[JsonObject]:
 # --- items and events as parts ------------------------------------------------------------------------
 
 
-def _parts_of_items(raws: Sequence[bytes]) -> list[Part]:
-    return from_vendor("openai", [msgspec.json.decode(raw) for raw in raws]) if raws else []
+def _entry_size(entry: ConversationEntry) -> int:
+    return entry.size
 
 
-def _take_latest(newest_first: Iterable[bytes], bytes_left: int) -> tuple[list[bytes], int]:
+def _take_latest[Item](
+    newest_first: Iterable[Item], bytes_left: int, size_of: Callable[[Item], int]
+) -> tuple[list[Item], int]:
     """Return the latest items that fit, oldest first, and the number of dropped ones."""
-    latest: list[bytes] = []
+    latest: list[Item] = []
     dropped = 0
-    for raw in newest_first:
-        bytes_left -= len(raw)
+    for item in newest_first:
+        bytes_left -= size_of(item)
         if bytes_left < 0:
             dropped += 1
         else:
-            latest.append(raw)
+            latest.append(item)
     return latest[::-1], dropped
+
+
+def _add_timings(parts: list[Part], timings: Mapping[str, tuple[int, int]]) -> None:
+    """Add when the gateway's own calls started, and how long they took unless the item says it."""
+    for part in parts:
+        observed = timings.get(part.id or "") if isinstance(part, ToolCallPart) else None
+        if observed is not None:
+            started_at_ns, duration_ns = observed
+            started_at = datetime.fromtimestamp(started_at_ns / 1e9, UTC)
+            known = part.extra.get(EXECUTION_METADATA)
+            timing = build_timing(started_at, duration_ns / 1e6)
+            part.extra = {
+                **part.extra,
+                EXECUTION_METADATA: {**timing, **(known if isinstance(known, dict) else {})},
+            }
 
 
 def _finish_reason_of_response(response: Response, parts: list[Part]) -> str:
@@ -227,23 +257,20 @@ def _parts_of_turn(events: Iterable[model_turns.AnyModelEvent]) -> list[Part]:
             ):
                 _append_delta(parts, ReasoningPart, delta)
             case model_turns.ModelCallStarted():
-                kind = event.name if event.name in _HOSTED_TOOL_ARGUMENTS else "function"
-                call = ToolCallPart(
-                    kind=kind, name=event.name, payload={}, call_id=event.call_id, execution="client"
-                )
+                call = make_call_part(event.call_id, event.name)
                 calls[event.key] = []
                 parts.append((call, calls[event.key]))
             case model_turns.ModelCallArgumentsDelta():
                 calls[event.key].append(event.delta)
             case model_turns.ModelPassthroughItem():
-                parts += [(part, []) for part in _parts_of_items([bytes(event.item)])]
+                parts += [(part, []) for part in parts_of_items([bytes(event.item)])]
             case _:
                 pass
     for part, deltas in parts:
         if isinstance(part, TextPart | ReasoningPart) and deltas:
             part.content = "".join(deltas)
         elif isinstance(part, ToolCallPart) and not part.payload:
-            part.payload = _build_payload(part.kind, _parse_arguments("".join(deltas)))
+            part.payload = build_call_payload(part.kind, "".join(deltas))
     return [part for part, _ in parts]
 
 
@@ -253,17 +280,3 @@ def _append_delta(
     if not parts or not isinstance(parts[-1][0], kind) or not parts[-1][1]:
         parts.append((kind(content=""), []))
     parts[-1][1].append(delta)
-
-
-def _build_payload(kind: str, arguments: Json) -> JsonObject:
-    if kind == "function":
-        return {"arguments": arguments}
-    field = _HOSTED_TOOL_ARGUMENTS[kind]
-    return {field: arguments.get(field) if isinstance(arguments, dict) else None}
-
-
-def _parse_arguments(text: str) -> Json:
-    try:
-        return msgspec.json.decode(text)
-    except (ValueError, RecursionError):
-        return text

@@ -22,6 +22,7 @@ from opentelemetry.sdk.metrics.export import (
 )
 
 from fumehood.gateway_stats import BucketHistogram
+from fumehood.telemetry.metrics_page import MetricsPage
 
 INSTRUMENTATION_SCOPE = "fumehood"
 _MAX_SERIES = 2000  # of one instrument, as in the SDK
@@ -93,11 +94,14 @@ class HistogramInstrument:
 
 
 class HistogramMetricExporter(OTLPMetricExporter):
-    """Exports these histograms together with the SDK's own metrics."""
+    """Exports these histograms, and the metrics of a page, together with the SDK's own metrics."""
 
-    def __init__(self, instruments: Sequence[HistogramInstrument], **settings: Any) -> None:
+    def __init__(
+        self, instruments: Sequence[HistogramInstrument], page: MetricsPage | None = None, **settings: Any
+    ) -> None:
         super().__init__(**settings)
         self._instruments = instruments
+        self._page = page
         preferred = self._preferred_temporality or {}
         self._temporality = preferred.get(Instrument, AggregationTemporality.CUMULATIVE)
 
@@ -107,6 +111,14 @@ class HistogramMetricExporter(OTLPMetricExporter):
     ) -> MetricExportResult:
         collected = [each.collect(self._temporality) for each in self._instruments]
         metrics = [metric for metric in collected if metric is not None]
+        if self._page is not None:
+            known = {
+                metric.name
+                for resource in metrics_data.resource_metrics
+                for scope in resource.scope_metrics
+                for metric in scope.metrics
+            }
+            metrics += [metric for metric in self._page.collect() if metric.name not in known]
         resources = [
             ResourceMetrics(
                 each.resource, [_append_metrics(scope, metrics) for scope in each.scope_metrics], ""

@@ -6,11 +6,16 @@ the task is created, which copies it.
 
 import asyncio
 from array import array
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from functools import partial
 from typing import Self
+
+import msgspec
+from msgspec import Raw
+from opentelemetry.trace import SpanContext
 
 from fumehood.interfaces import (
     AcceptBatch,
@@ -31,7 +36,9 @@ from fumehood.interfaces import (
 from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.model_turns import AnyModelEvent, ModelRequest
 from fumehood.protocol.openai.api_errors import ApiError
-from fumehood.protocol.openai.responses import CreateResponse, Response
+from fumehood.protocol.openai.items import ExecutionDetails, OutputItem, ShellCall
+from fumehood.protocol.openai.responses import CreateResponse, JsonObject, Response
+from fumehood.protocol.openai.stream_events import OutputItemAdded, StreamEvent
 from fumehood.protocol.openai.tool_specs import ModelToolDefinition, ToolSpec
 from fumehood.telemetry.operation_records import (
     RecordDispatcher,
@@ -40,9 +47,11 @@ from fumehood.telemetry.operation_records import (
     ToolCallRecord,
     TurnRecord,
 )
+from fumehood.telemetry.semantic_conventions import OWN_PROVIDER, map_provider
 from fumehood.timed_steps import TimedStep, listen_to_timings
 
 _CANCELLED_ERRORS = frozenset({"GeneratorExit", "CancelledError"})
+_MAX_KNOWN_RESPONSES = 4096
 
 # The run of this task, in a list that is emptied at its end. A connection that is opened meanwhile keeps a copy of the
 # variable for its whole life, and must not keep the run's content with it.
@@ -62,9 +71,11 @@ def error_type(error: BaseException) -> str:
 class InstrumentedRunService:
     """Wraps a `RunService`: records each run from the request until the response is durable."""
 
-    def __init__(self, runs: RunService, dispatcher: RecordDispatcher) -> None:
+    def __init__(self, runs: RunService, dispatcher: RecordDispatcher, provider: str = OWN_PROVIDER) -> None:
         self._runs = runs
         self._dispatcher = dispatcher
+        self._provider = provider
+        self._conversations = ConversationIndex()
         self.count_tokens = runs.count_tokens
         self.compact = runs.compact
         self.drain = runs.drain
@@ -79,7 +90,14 @@ class InstrumentedRunService:
         reserve_memory: ReserveMemory | None = None,
         retain_bytes: int = 0,
     ) -> Run:
-        record = RunRecord(request=request, model=request.model, streamed=request.stream is True)
+        record = RunRecord(
+            request=request,
+            model=request.model,
+            streamed=request.stream is True,
+            provider=self._provider,
+            call_timings={},
+        )
+        self._conversations.find_previous(record, caller)
         self._dispatcher.running_count += 1
         self._dispatcher.start(record)
         link = [record]
@@ -98,6 +116,7 @@ class InstrumentedRunService:
             raise
         finally:
             _current_run.reset(token)
+        self._conversations.add(record, run.id, caller)
         run.add_done_callback(partial(self._end_run, record, link))
         return run
 
@@ -119,26 +138,73 @@ def _error_type_of_response(response: Response) -> str:
     return response.status if response.status in ("failed", "cancelled") else ""
 
 
+class ConversationIndex:
+    """Remembers the latest responses: their spans, and what their conversations are called.
+
+    A conversation is called after its first response, as far as this process knows it.
+    """
+
+    def __init__(self, max_responses: int = _MAX_KNOWN_RESPONSES) -> None:
+        self._max_responses = max_responses
+        self._known: OrderedDict[tuple[str, str], tuple[SpanContext, str]] = OrderedDict()
+
+    def find_previous(self, record: RunRecord, caller: Caller) -> None:
+        """Set what the record continues."""
+        request = record.request
+        previous = None if request is None else request.previous_response_id
+        if request is not None and request.conversation is not None:
+            record.conversation_id = _read_conversation_id(request.conversation)
+        if previous is None:
+            return
+        span, conversation_id = self._known.get((caller.tenant, previous), (None, previous))
+        record.previous_response_id = previous
+        record.conversation_id = record.conversation_id or conversation_id
+        record.previous_span = span if span is not None and span.is_valid else None
+
+    def add(self, record: RunRecord, response_id: str, caller: Caller) -> None:
+        """Remember a response that has started."""
+        record.conversation_id = record.conversation_id or response_id
+        known = self._known
+        known[caller.tenant, response_id] = record.span.get_span_context(), record.conversation_id
+        if len(known) > self._max_responses:
+            known.popitem(last=False)
+
+
+def _read_conversation_id(conversation: str | JsonObject) -> str:
+    if isinstance(conversation, str):
+        return conversation
+    try:
+        return msgspec.json.decode(conversation["id"], type=str)
+    except (KeyError, ValueError):
+        return ""
+
+
 # --- model turns --------------------------------------------------------------------------------------
 
 
 class InstrumentedModelProvider:
     """Wraps a `ModelProvider`: records each turn."""
 
-    def __init__(self, models: ModelProvider, dispatcher: RecordDispatcher) -> None:
+    def __init__(
+        self, models: ModelProvider, dispatcher: RecordDispatcher, own_provider: str = OWN_PROVIDER
+    ) -> None:
         self._models = models
         self._dispatcher = dispatcher
+        self._own_provider = own_provider
         self.list_models = models.list_models
         self.close = models.close
 
     def get_backend(self, model: str) -> ModelBackend:
-        return _InstrumentedModelBackend(self._models.get_backend(model), self._dispatcher)
+        return _InstrumentedModelBackend(
+            self._models.get_backend(model), self._dispatcher, self._own_provider
+        )
 
 
 class _InstrumentedModelBackend:
-    def __init__(self, backend: ModelBackend, dispatcher: RecordDispatcher) -> None:
+    def __init__(self, backend: ModelBackend, dispatcher: RecordDispatcher, own_provider: str) -> None:
         self._backend = backend
         self._dispatcher = dispatcher
+        self._own_provider = own_provider
         self.validate_request = backend.validate_request
         self.count_tokens = backend.count_tokens
         self.get_profile = backend.get_profile
@@ -149,8 +215,9 @@ class _InstrumentedModelBackend:
     ) -> "_InstrumentedEventStream":
         dispatcher = self._dispatcher
         runs = _current_run.get()
-        server = self.get_profile(request.model).server
-        record = TurnRecord.start(request, server, runs[0] if runs else None)
+        profile = self.get_profile(request.model)
+        provider = profile.provider or map_provider(profile.server, self._own_provider)
+        record = TurnRecord.start(request, profile.server, runs[0] if runs else None, provider)
         if record.streamed and dispatcher.needs_chunk_times:
             record.chunk_times = array("q")
         if dispatcher.captures_content:
@@ -263,13 +330,24 @@ class _InstrumentedToolCallSession:
         self._dispatcher = dispatcher
         self._name = name
         self._call_id = call_id
-        self.open = session.open
+        self._container_id = ""
         self.feed = session.feed
         self.abort = session.abort
 
+    def open(self) -> Sequence[StreamEvent]:
+        events = self._session.open()
+        if events and isinstance(events[0], OutputItemAdded):
+            self._container_id = _find_container_id(events[0].item)
+        return events
+
     async def run(self) -> AsyncGenerator[ToolCallStep]:
         runs = _current_run.get()
-        record = ToolCallRecord(name=self._name, call_id=self._call_id, run=runs[0] if runs else None)
+        record = ToolCallRecord(
+            name=self._name,
+            call_id=self._call_id,
+            run=runs[0] if runs else None,
+            container_id=self._container_id,
+        )
         self._dispatcher.start(record)
         link = [record]
         listener = partial(_record_timing, self._dispatcher, link)
@@ -291,6 +369,7 @@ class _InstrumentedToolCallSession:
             self._dispatcher.end(record)
             if record.run is not None:
                 record.run.calls += 1
+                record.run.call_timings[record.item_id] = record.started_at_ns, record.duration_ns
 
 
 def _record_timing(dispatcher: RecordDispatcher, link: Sequence[ToolCallRecord], timing: TimedStep) -> None:
@@ -308,12 +387,39 @@ def _record_timing(dispatcher: RecordDispatcher, link: Sequence[ToolCallRecord],
 
 
 def _record_result(record: ToolCallRecord, result: ToolCallResult) -> None:
-    record.error = "failed" if getattr(result.item, "status", "") == "failed" else ""
-    record.item_id = getattr(result.item, "id", "")
+    item = _read_plain_item(result.item) if isinstance(result.item, Raw) else result.item
+    record.error = result.error_type or ("failed" if getattr(item, "status", "") == "failed" else "")
+    record.item_id = getattr(item, "id", "")
+    for each in (item, *(more.item for more in result.additional_items)):
+        execution = getattr(each, "execution", None)
+        if isinstance(execution, ExecutionDetails):
+            record.exit_code = execution.exit_code
     record.arguments = result.exchange.arguments
     record.output = "".join(
         [result.exchange.output, *(each.exchange.output for each in result.additional_items)]
     )
+
+
+class _PlainItem(msgspec.Struct):
+    """What telemetry reads of an item that a tool makes as plain JSON."""
+
+    id: str = ""
+    status: str = ""
+    container_id: str = ""
+
+
+def _read_plain_item(item: Raw) -> _PlainItem:
+    try:
+        return msgspec.json.decode(item, type=_PlainItem)
+    except (ValueError, RecursionError):
+        return _PlainItem()
+
+
+def _find_container_id(item: OutputItem) -> str:
+    if isinstance(item, ShellCall):
+        return item.environment.container_id
+    plain = _read_plain_item(item) if isinstance(item, Raw) else item
+    return getattr(plain, "container_id", "")
 
 
 async def _next_step(

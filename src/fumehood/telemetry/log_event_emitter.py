@@ -51,7 +51,7 @@ class LogEventEmitter(RecordListener):
                 lost: dict[str, AnyValue] = {
                     "gen_ai.tool.name": record.call.name,
                     "gen_ai.tool.call.id": record.call.call_id,
-                    "error.type": timing.attributes["status"],
+                    "error.type": str(timing.attributes["status"]),
                 }
                 self._emit(SANDBOX_LOST, record.call, lost, SeverityNumber.WARN)
             case _:

@@ -1,4 +1,4 @@
-"""Records of runs, turns, tool calls and sandbox timings, from which spans, metrics and events are made."""
+"""Records of requests, runs, turns, tool calls and sandbox timings, from which spans, metrics and events are made."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from typing import ClassVar, override
 
 from msgspec import Struct, field
 from opentelemetry.context import Context
-from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, set_span_in_context
+from opentelemetry.trace import INVALID_SPAN, Span, SpanContext, SpanKind, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
 from fumehood.gateway_stats import BucketHistogram
@@ -87,17 +87,66 @@ class ResponseSummary(Struct, frozen=True):
     usage: Usage | None
 
 
+class HttpRequestRecord(SpanRecord, eq=False, kw_only=True):
+    """An HTTP request, from its headers until the end of the response.
+
+    method: `_OTHER` if it is not one of HTTP. path: without the query, which may hold secrets.
+    route: the pattern that the path matches, empty if there is none. status: 0 if no response was started.
+    """
+
+    kind: ClassVar[SpanKind] = SpanKind.SERVER
+    method: str
+    path: str
+    scheme: str
+    server: tuple[str, int] | None = None
+    route: str = ""
+    status: int = 0
+
+    @override
+    def span_name(self) -> str:
+        method = "HTTP" if self.method == "_OTHER" else self.method
+        return f"{method} {self.route}" if self.route else method
+
+    @override
+    def start_attributes(self) -> Attributes:
+        attributes: Attributes = {
+            "http.request.method": self.method,
+            "url.path": self.path,
+            "url.scheme": self.scheme,
+        }
+        if self.server is not None:
+            attributes["server.address"], attributes["server.port"] = self.server
+        return attributes
+
+    @override
+    def end_attributes(self) -> Attributes:
+        attributes: Attributes = {}
+        if self.route:
+            attributes["http.route"] = self.route
+        if self.status:
+            attributes["http.response.status_code"] = self.status
+        return attributes
+
+
 class RunRecord(SpanRecord, eq=False, kw_only=True):
     """A response, from the request until it is durable.
 
     request: None after the end. response: None after the end, or if the run failed without one.
     time_to_first_token: nanoseconds until the first event of the first turn, 0 if there was none.
     generation_time: nanoseconds that models have generated after the first events of their turns.
+    conversation_id: what all responses of a conversation share; empty until it is known.
+    previous_response_id, previous_span: the response that this one continues, and its span if it is known here.
+    call_timings: start and duration of each hosted call, in nanoseconds, by the id of its item.
     """
 
     request: CreateResponse | None
     model: str | None
     streamed: bool
+    provider: str = OWN_PROVIDER
+    conversation_id: str = ""
+    previous_response_id: str | None = None
+    previous_span: SpanContext | None = None
+    call_timings: dict[str, tuple[int, int]] = {}
     response: Response | None = None
     response_summary: ResponseSummary | None = None
     turns: int = 0
@@ -120,21 +169,24 @@ class RunRecord(SpanRecord, eq=False, kw_only=True):
     def start_attributes(self) -> Attributes:
         attributes: Attributes = {
             "gen_ai.operation.name": "invoke_agent",
-            "gen_ai.provider.name": OWN_PROVIDER,
+            "gen_ai.provider.name": self.provider,
         }
         if self.model is not None:
             attributes["gen_ai.request.model"] = self.model
+        if self.previous_response_id is not None:
+            attributes["fumehood.previous_response.id"] = self.previous_response_id
         return attributes
 
     @override
     def end_attributes(self) -> Attributes:
         summary = self.response_summary
+        attributes: Attributes = {}
+        if self.conversation_id:
+            attributes["gen_ai.conversation.id"] = self.conversation_id
         if summary is None:
-            return {}
-        attributes: Attributes = {
-            "gen_ai.response.id": summary.id,
-            "gen_ai.response.model": summary.model,
-        }
+            return attributes
+        attributes["gen_ai.response.id"] = summary.id
+        attributes["gen_ai.response.model"] = summary.model
         return attributes if summary.usage is None else attributes | build_usage_attributes(summary.usage)
 
 
@@ -143,7 +195,7 @@ class TurnRecord(SpanRecord, eq=False, kw_only=True):
 
     request: what is sent to the model server, None after the end. The span emitter puts the trace context in.
     request_attributes: the attributes of the request, which outlive it.
-    server: host and port, None for a model without a server.
+    server: host and port, None for a model without a server. provider: who runs it.
     time_to_first_chunk: nanoseconds until the first batch of events, 0 if there was none.
     chunk_times: the performance counter at each batch; None where no listener needs it, and once it is consumed.
     events: all events of the turn, None unless content is captured.
@@ -155,6 +207,7 @@ class TurnRecord(SpanRecord, eq=False, kw_only=True):
     streamed: bool
     request_attributes: Attributes
     server: tuple[str, int] | None = None
+    provider: str = OWN_PROVIDER
     run: RunRecord | None = None
     time_to_first_chunk: int = 0
     chunk_times: "array[int] | None" = None
@@ -163,14 +216,19 @@ class TurnRecord(SpanRecord, eq=False, kw_only=True):
 
     @staticmethod
     def start(
-        request: ModelRequest, server: tuple[str, int] | None = None, run: RunRecord | None = None
+        request: ModelRequest,
+        server: tuple[str, int] | None = None,
+        run: RunRecord | None = None,
+        provider: str | None = None,
     ) -> "TurnRecord":
+        provider = provider or map_provider(server)
         return TurnRecord(
             request=request,
             model=request.model,
             streamed=request.streamed,
-            request_attributes=_build_request_attributes(request, server),
+            request_attributes=_build_request_attributes(request, server, provider),
             server=server,
+            provider=provider,
             run=run,
         )
 
@@ -191,10 +249,16 @@ class TurnRecord(SpanRecord, eq=False, kw_only=True):
         attributes: Attributes = {}
         if self.time_to_first_chunk and self.streamed:
             attributes["gen_ai.response.time_to_first_chunk"] = self.time_to_first_chunk / 1e9
+        if self.run is not None and self.run.conversation_id:
+            attributes["gen_ai.conversation.id"] = self.run.conversation_id
         end = self.end
         if end is None:
             return attributes
         attributes["gen_ai.response.finish_reasons"] = (map_finish_reason(end.reason),)
+        if end.response_id is not None:
+            attributes["gen_ai.response.id"] = end.response_id
+        if end.response_model is not None:
+            attributes["gen_ai.response.model"] = end.response_model
         return attributes if end.usage is None else attributes | build_usage_attributes(end.usage)
 
     @property
@@ -263,6 +327,7 @@ class ToolCallRecord(SpanRecord, eq=False, kw_only=True):
     """A call of a hosted tool.
 
     item_id: of the output item that clients see, once the call has ended.
+    container_id: of the container that the call runs in, if any. exit_code: of the code, once it has ended.
     arguments, output: as the model wrote and read them; empty after the end.
     """
 
@@ -270,6 +335,8 @@ class ToolCallRecord(SpanRecord, eq=False, kw_only=True):
     call_id: str
     run: RunRecord | None = None
     item_id: str = ""
+    container_id: str = ""
+    exit_code: int | None = None
     arguments: str = ""
     output: str = ""
 
@@ -294,6 +361,12 @@ class ToolCallRecord(SpanRecord, eq=False, kw_only=True):
         attributes: Attributes = {"gen_ai.tool.call.id": self.call_id}
         if self.item_id:
             attributes["fumehood.item.id"] = self.item_id
+        if self.container_id:
+            attributes["fumehood.container.id"] = self.container_id
+        if self.exit_code is not None:
+            attributes["process.exit.code"] = self.exit_code
+        if self.run is not None and self.run.conversation_id:
+            attributes["gen_ai.conversation.id"] = self.run.conversation_id
         return attributes
 
 
@@ -309,14 +382,26 @@ class SandboxPhaseRecord(SpanRecord, eq=False, kw_only=True):
 
     @override
     def start_attributes(self) -> Attributes:
-        return {f"fumehood.sandbox.{name}": value for name, value in self.timing.attributes.items()}
+        attributes: Attributes = {
+            _PHASE_ATTRIBUTES.get(name, f"fumehood.sandbox.{name}"): value
+            for name, value in self.timing.attributes.items()
+        }
+        if self.call.container_id:
+            attributes["fumehood.container.id"] = self.call.container_id
+        return attributes
 
 
-def _build_request_attributes(request: ModelRequest, server: tuple[str, int] | None) -> Attributes:
+# Those that the conventions have a name for.
+_PHASE_ATTRIBUTES = {"exit_code": "process.exit.code"}
+
+
+def _build_request_attributes(
+    request: ModelRequest, server: tuple[str, int] | None, provider: str
+) -> Attributes:
     sampling = request.sampling
     attributes: dict[str, AttributeValue | None] = {
         "gen_ai.operation.name": "chat",
-        "gen_ai.provider.name": map_provider(server),
+        "gen_ai.provider.name": provider,
         "gen_ai.request.model": request.model,
         "gen_ai.request.stream": True if request.streamed else None,
         "gen_ai.request.temperature": sampling.temperature,

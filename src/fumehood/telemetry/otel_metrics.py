@@ -12,6 +12,7 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from fumehood.gateway_stats import GatewayStats
 from fumehood.telemetry.histogram_export import HistogramInstrument, Labels
 from fumehood.telemetry.operation_records import (
+    HttpRequestRecord,
     RecordListener,
     RunRecord,
     SandboxPhaseRecord,
@@ -19,12 +20,7 @@ from fumehood.telemetry.operation_records import (
     ToolCallRecord,
     TurnRecord,
 )
-from fumehood.telemetry.semantic_conventions import (
-    DURATION_BUCKETS,
-    OWN_PROVIDER,
-    TOKEN_BUCKETS,
-    map_provider,
-)
+from fumehood.telemetry.semantic_conventions import DURATION_BUCKETS, TOKEN_BUCKETS
 
 OTHER_MODEL = "_OTHER"  # the conventions' label for values outside the known set
 _MAX_MODEL_NAMES = 100
@@ -36,6 +32,7 @@ _FIRST_TOKEN_BUCKETS = (
 _OUTPUT_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _AGENT_BUCKETS = tuple(0.1 * 2**power for power in range(13))
 _COUNT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
+_HTTP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 # A warm sandbox is acquired within a millisecond.
 _PHASE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
@@ -119,6 +116,9 @@ class OtelMetrics(RecordListener):
             "Duration of acquiring a sandbox, installing packages, running code, finding files.",
             _PHASE_BUCKETS,
         )
+        self._http_durations = _duration_histogram(
+            "http.server.request.duration", "Duration of HTTP requests.", _HTTP_BUCKETS
+        )
         self.sandbox_starts = Counter[str]()
 
     @property
@@ -138,11 +138,13 @@ class OtelMetrics(RecordListener):
             self._tool_call_durations.observe(_add_error_label(labels, record), record.seconds)
         elif isinstance(record, SandboxPhaseRecord):
             self._record_timing(record)
+        elif isinstance(record, HttpRequestRecord):
+            self._record_request(record)
 
     def _record_turn(self, turn: TurnRecord) -> None:
         labels: Labels = (
             ("gen_ai.operation.name", "chat"),
-            ("gen_ai.provider.name", map_provider(turn.server)),
+            ("gen_ai.provider.name", turn.provider),
             (
                 "gen_ai.request.model",
                 self._model_names.label(turn.model, has_answered=turn.end is not None),
@@ -167,7 +169,7 @@ class OtelMetrics(RecordListener):
         )
         labels: Labels = (
             ("gen_ai.operation.name", "invoke_agent"),
-            ("gen_ai.provider.name", OWN_PROVIDER),
+            ("gen_ai.provider.name", run.provider),
             *model,
         )
         if summary is not None:
@@ -185,13 +187,21 @@ class OtelMetrics(RecordListener):
         if after_first > 0:
             self._time_per_output_token.observe(labels, run.generation_time / 1e9 / after_first)
 
+    def _record_request(self, request: HttpRequestRecord) -> None:
+        labels: Labels = (("http.request.method", request.method), ("url.scheme", request.scheme))
+        if request.route:
+            labels += (("http.route", request.route),)
+        if request.status:
+            labels += (("http.response.status_code", request.status),)
+        self._http_durations.observe(_add_error_label(labels, request), request.seconds)
+
     def _record_timing(self, record: SandboxPhaseRecord) -> None:
         timing = record.timing
         labels = _add_error_label((("fumehood.sandbox.phase", timing.name),), record)
         self._phase_durations.observe(labels, record.seconds)
         start = timing.attributes.get("start")
         if start is not None:
-            self.sandbox_starts[start] += 1
+            self.sandbox_starts[str(start)] += 1
 
     # ---- read when they are exported ------------------------------------------------------------------------
 

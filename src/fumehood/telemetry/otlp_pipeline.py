@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, override
 
@@ -25,15 +25,22 @@ from fumehood.http_server.asgi_exchange import Application
 from fumehood.interfaces import HostedTool, ModelProvider, RunService
 from fumehood.telemetry.content_capture import ContentRecorder, ProfileName
 from fumehood.telemetry.histogram_export import INSTRUMENTATION_SCOPE, HistogramMetricExporter
+from fumehood.telemetry.http_instrumentation import HttpServerMiddleware
 from fumehood.telemetry.instrumentation import (
     InstrumentedHostedTool,
     InstrumentedModelProvider,
     InstrumentedRunService,
 )
 from fumehood.telemetry.log_event_emitter import LogEventEmitter
+from fumehood.telemetry.metrics_page import MetricsPage
 from fumehood.telemetry.operation_records import RecordDispatcher, RecordListener
 from fumehood.telemetry.otel_metrics import ModelNameLimiter, OtelMetrics
-from fumehood.telemetry.semantic_conventions import MAX_CONTENT_BYTES, read_capture_targets
+from fumehood.telemetry.semantic_conventions import (
+    MAX_CONTENT_BYTES,
+    OWN_PROVIDER,
+    SCHEMA_URL,
+    read_capture_targets,
+)
 from fumehood.telemetry.span_emitter import SpanEmitter
 from fumehood.telemetry.trace_context import TraceContextPropagator
 
@@ -82,6 +89,7 @@ class OtlpPipelineSettings:
     endpoint: base URL for all signals, None to leave it to the environment.
     profile, content_bytes, redact: representation, size limit and redaction of captured content.
     models: names that metrics use as labels from the start.
+    provider_name: what the gateway calls itself, and servers that no vendor is known to run.
     """
 
     endpoint: str | None = None
@@ -89,6 +97,7 @@ class OtlpPipelineSettings:
     content_bytes: int = MAX_CONTENT_BYTES
     redact: Callable[[str], str] | None = None
     models: Sequence[str] = ()
+    provider_name: str = OWN_PROVIDER
 
 
 class _SupportsShutdown(Protocol):
@@ -103,6 +112,8 @@ class OtlpPipeline:
     ) -> None:
         self._environ = environ
         self._endpoint = settings.endpoint
+        self._provider_name = settings.provider_name
+        self._metrics_page = MetricsPage()
         self._resource = _create_resource()
         self._shutdowns: list[tuple[Callable[[], None], _SupportsShutdown]] = []
         self._propagator = TraceContextPropagator(environ)
@@ -124,16 +135,20 @@ class OtlpPipeline:
     # ---- instrumentation ------------------------------------------------------------------------------------------
 
     def instrument_models(self, models: ModelProvider) -> ModelProvider:
-        return InstrumentedModelProvider(models, self.dispatcher)
+        return InstrumentedModelProvider(models, self.dispatcher, self._provider_name)
 
     def instrument_tools(self, tools: Sequence[HostedTool]) -> list[HostedTool]:
         return [InstrumentedHostedTool(tool, self.dispatcher) for tool in tools]
 
     def instrument_runs(self, runs: RunService) -> RunService:
-        return InstrumentedRunService(runs, self.dispatcher)
+        return InstrumentedRunService(runs, self.dispatcher, self._provider_name)
 
     def wrap_application(self, app: Application) -> Application:
-        return self._propagator.wrap_application(app)
+        return HttpServerMiddleware(app, self.dispatcher, self._propagator)
+
+    def export_metrics_page(self, read_page: Callable[[], Awaitable[bytes]]) -> None:
+        """Export what a page in Prometheus's text format has, too. read_page: called in this event loop."""
+        self._metrics_page.open(read_page)
 
     # ---- the three signals ----------------------------------------------------------------------------------------
 
@@ -175,7 +190,7 @@ class OtlpPipeline:
         provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(exporter))
         self._shutdowns.append((provider.shutdown, exporter))
-        tracer = provider.get_tracer(INSTRUMENTATION_SCOPE, __version__)
+        tracer = provider.get_tracer(INSTRUMENTATION_SCOPE, __version__, schema_url=SCHEMA_URL)
         return SpanEmitter(tracer, self._propagator, with_content=with_content)
 
     def _create_event_emitter(self, *, with_content: bool) -> LogEventEmitter:
@@ -186,7 +201,7 @@ class OtlpPipeline:
         self._shutdowns.append((provider.shutdown, exporter))
         with_details = self._environ.get(EMIT_EVENT_VARIABLE, str(with_content)).strip().lower() == "true"
         return LogEventEmitter(
-            provider.get_logger(INSTRUMENTATION_SCOPE, __version__),
+            provider.get_logger(INSTRUMENTATION_SCOPE, __version__, SCHEMA_URL),
             with_details=with_details,
             with_content=with_content,
         )
@@ -195,6 +210,7 @@ class OtlpPipeline:
         metrics = OtelMetrics(ModelNameLimiter(models))
         exporter = HistogramMetricExporter(
             metrics.instruments,
+            self._metrics_page,
             endpoint=self._endpoint_of("metrics"),
             session=self._create_session("metrics"),
         )
@@ -206,7 +222,7 @@ class OtlpPipeline:
         )
         self._shutdowns.append((provider.shutdown, exporter))
         metrics.register_observables(
-            provider.get_meter(INSTRUMENTATION_SCOPE, __version__),
+            provider.get_meter(INSTRUMENTATION_SCOPE, __version__, SCHEMA_URL),
             stats,
             lambda: self.dispatcher.running_count,
         )
@@ -217,6 +233,7 @@ class OtlpPipeline:
     async def close(self) -> None:
         """Export what is left, for at most two seconds."""
         self.dispatcher.flush()
+        await self._metrics_page.close()
         await asyncio.to_thread(self._shut_down)
 
     def _shut_down(self) -> None:

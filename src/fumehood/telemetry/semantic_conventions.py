@@ -1,4 +1,4 @@
-"""OpenTelemetry's GenAI semantic conventions: variables, attributes, buckets, provider names and finish reasons."""
+"""OpenTelemetry's semantic conventions: schema, variables, attributes, buckets, provider names, finish reasons."""
 
 import logging
 from collections.abc import Mapping
@@ -32,6 +32,8 @@ _PROVIDERS_BY_SUFFIX = {
     ".amazonaws.com": "aws.bedrock",
 }
 OWN_PROVIDER = "fumehood"
+# The last version of the conventions that contains those of GenAI, which now have a repository of their own.
+SCHEMA_URL = "https://opentelemetry.io/schemas/1.41.0"
 
 _FINISH_REASONS = {
     "calls": "tool_call",
@@ -73,12 +75,12 @@ def map_finish_reason(end: str) -> str:
     return _FINISH_REASONS.get(end, end)
 
 
-def map_provider(server: tuple[str, int] | None) -> str:
-    """Return the vendor that runs a known host; fumehood for any other host, or none."""
+def map_provider(server: tuple[str, int] | None, own_provider: str = OWN_PROVIDER) -> str:
+    """Return the vendor that runs a known host; `own_provider` for any other host, or none."""
     if server is None:
-        return OWN_PROVIDER
+        return own_provider
     host = server[0].lower()
     for ending, name in _PROVIDERS_BY_SUFFIX.items():
         if host.endswith(ending):
             return name
-    return _PROVIDERS_BY_HOST.get(host, OWN_PROVIDER)
+    return _PROVIDERS_BY_HOST.get(host, own_provider)

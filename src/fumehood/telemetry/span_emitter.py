@@ -1,4 +1,4 @@
-"""Spans of runs, turns, tool calls and sandbox timings.
+"""Spans of requests, runs, turns, tool calls and sandbox timings.
 
 Parents are passed explicitly: OpenTelemetry's ambient context would mix up traces (decision 0030).
 """
@@ -7,9 +7,10 @@ import json
 from typing import override
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Status, StatusCode, Tracer
+from opentelemetry.trace import Link, SpanContext, Status, StatusCode, Tracer
 
 from fumehood.telemetry.operation_records import (
+    HttpRequestRecord,
     RecordListener,
     RunRecord,
     SandboxPhaseRecord,
@@ -23,7 +24,7 @@ _ERROR = Status(StatusCode.ERROR)
 
 
 class SpanEmitter(RecordListener):
-    """Emits `invoke_agent`, below it `chat MODEL` and `execute_tool NAME`, and below that `sandbox PHASE`."""
+    """Emits `METHOD ROUTE`, below it `invoke_agent`, `chat MODEL` and `execute_tool NAME`, and `sandbox PHASE`."""
 
     def __init__(
         self, tracer: Tracer, propagator: TraceContextPropagator, *, with_content: bool = False
@@ -34,7 +35,9 @@ class SpanEmitter(RecordListener):
 
     def on_start(self, record: SpanRecord) -> None:
         if isinstance(record, RunRecord):
-            self._start_span(record, self._propagator.extract_parent(record.request))
+            self._start_span(record, self._propagator.extract_parent(record.request), record.previous_span)
+        elif isinstance(record, HttpRequestRecord):
+            self._start_span(record, get_caller_context())
         elif isinstance(record, TurnRecord | ToolCallRecord):
             run = record.run
             self._start_span(record, get_caller_context() if run is None else run.as_context())
@@ -48,6 +51,8 @@ class SpanEmitter(RecordListener):
         span = record.span
         if not span.is_recording():
             return
+        if isinstance(record, HttpRequestRecord):
+            span.update_name(_clean(record.span_name()))  # the route is known only now
         attributes = record.end_attributes()
         if self._with_content:
             for name, value in record.content.items():
@@ -58,9 +63,17 @@ class SpanEmitter(RecordListener):
         span.set_attributes(attributes)
         span.end(record.started_at_ns + record.duration_ns)
 
-    def _start_span(self, record: SpanRecord, parent: Context) -> None:
-        # The SDK drops the whole batch for a lone surrogate in a name.
-        name = record.span_name().encode(errors="replace").decode()
+    def _start_span(self, record: SpanRecord, parent: Context, linked: SpanContext | None = None) -> None:
         record.span = self._tracer.start_span(
-            name, parent, record.kind, record.start_attributes(), start_time=record.started_at_ns
+            _clean(record.span_name()),
+            parent,
+            record.kind,
+            record.start_attributes(),
+            None if linked is None else [Link(linked)],
+            start_time=record.started_at_ns,
         )
+
+
+def _clean(name: str) -> str:
+    """Replace lone surrogates, for which the SDK drops the whole batch."""
+    return name.encode(errors="replace").decode()

@@ -12,7 +12,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from fumehood.http_server.asgi_exchange import Application, Receive, Scope, Send
+from fumehood.http_server.asgi_exchange import Headers
 from fumehood.protocol.model_turns import ModelRequest, TraceContext
 from fumehood.protocol.openai.responses import CreateResponse
 from fumehood.telemetry.semantic_conventions import propagates_trace_context
@@ -48,9 +48,10 @@ class TraceContextPropagator:
         for name in _HEADER_LOGGERS:
             logging.getLogger(name).setLevel(logging.ERROR)
 
-    def wrap_application(self, app: Application) -> Application:
-        """Add middleware that makes each request's parent available to `get_caller_context`."""
-        return _TraceContextMiddleware(app) if self._is_enabled else app
+    def enter_request(self, headers: Headers) -> None:
+        """Make the parent that a request's headers name available to `get_caller_context`."""
+        # Set it in every case: on a reused connection the variable still holds the previous request's parent.
+        _caller_context.set(_read_headers(headers) if self._is_enabled else _NO_PARENT)
 
     def extract_parent(self, request: CreateResponse | None) -> Context:
         """Return the parent in the request's metadata, else that of its connection."""
@@ -67,17 +68,17 @@ class TraceContextPropagator:
         return msgspec.structs.replace(request, trace=TraceContext(parent, context.trace_state.to_header()))
 
 
-class _TraceContextMiddleware:
-    def __init__(self, app: Application) -> None:
-        self._app = app
+def set_caller_context(context: Context) -> None:
+    """Let spans of the current request be below this context, which is that of the request's own span."""
+    _caller_context.set(context)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = scope["headers"]
-        parents = [value.decode("latin-1") for name, value in headers if name == b"traceparent"]
-        states = [value.decode("latin-1") for name, value in headers if name == b"tracestate"]
-        # Set it in every case: on a reused connection the variable still holds the previous request's parent.
-        _caller_context.set(_extract_context(parents, states))
-        await self._app(scope, receive, send)
+
+def _read_headers(headers: Headers) -> Context:
+    parents = [value.decode("latin-1") for name, value in headers if name == b"traceparent"]
+    if not parents:
+        return _NO_PARENT
+    states = [value.decode("latin-1") for name, value in headers if name == b"tracestate"]
+    return _extract_context(parents, states)
 
 
 def _read_metadata(encoded: bytes) -> Context:

@@ -233,7 +233,13 @@ class InterpreterCallSession:
             output=self._format_for_model(produced, end),
             images=tuple(produced.model_image_urls) if self._context.accepts_images else (),
         )
-        return ToolCallResult(events=(*events, done), item=item, exchange=exchange, files=produced.files)
+        return ToolCallResult(
+            events=(*events, done),
+            item=item,
+            exchange=exchange,
+            files=produced.files,
+            error_type="" if end.status in RAN_STATUSES else end.status,
+        )
 
     def _format_for_model(self, produced: ProducedFiles, end: ExecutionEnd) -> str:
         """The text for the model: notices, output, files, and a nonzero exit code."""

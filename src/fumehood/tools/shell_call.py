@@ -236,7 +236,7 @@ class ShellCallSession:
         self._call = replace(self._call, action=ShellAction(commands=commands), status="incomplete")
         events.append(OutputItemDone(output_index=self._index, item=self._call))
         exchange = self._make_exchange(reason, ())
-        return ToolCallResult(events=events, item=self._call, exchange=exchange)
+        return ToolCallResult(events=events, item=self._call, exchange=exchange, error_type="lost")
 
     def _build_result(self, events: Sequence[StreamEvent], produced: ProducedFiles) -> ToolCallResult:
         output = self._call_output
@@ -257,6 +257,7 @@ class ShellCallSession:
                 )
             ],
             files=produced.files,
+            error_type=output.error_type,
         )
 
     def _make_exchange(self, output: str, images: tuple[str, ...]) -> ToolExchange:
@@ -290,6 +291,12 @@ class _ShellOutputBuilder:
         self._item = ShellCallOutput(
             id=new_id("sho"), call_id=context.call_id, max_output_length=arguments.max_output_length
         )
+
+    @property
+    def error_type(self) -> str:
+        """How the first command ended that did not come to its end; empty if all did."""
+        ends = [output.end for output in self.command_outputs if output.end is not None]
+        return next((end.status for end in ends if end.status not in _CONTINUABLE_STATUSES), "")
 
     def make_added_event(self) -> StreamEvent:
         return OutputItemAdded(output_index=self.index, item=self._item)

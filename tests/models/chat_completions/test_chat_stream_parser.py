@@ -65,6 +65,29 @@ def parse(
     return events, parser.failure
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"id": "chatcmpl-1", "model": "theirs-2026"}, ("chatcmpl-1", "theirs-2026")),
+        ({"id": 7, "model": None}, (None, None)),
+        ({"id": "x" * 1000}, (None, None)),
+        ({}, (None, None)),
+    ],
+)
+@pytest.mark.parametrize("streamed", [True, False])
+def test_the_servers_id_and_model_are_reported(
+    fields: dict[str, object], expected: tuple[str | None, str | None], streamed: bool
+) -> None:
+    part = {"role": "assistant", "content": "a"}
+    choice = {"index": 0, "delta" if streamed else "message": part, "finish_reason": "stop"}
+    body = json.dumps({**fields, "choices": [choice]}).encode()
+    events, failure = parse([b"data: " + body + b"\n\ndata: [DONE]\n\n" if streamed else body])
+    assert failure is None
+    end = events[-1]
+    assert isinstance(end, ModelTurnEnded)
+    assert (end.response_id, end.response_model) == expected
+
+
 # --- turns that end well ------------------------------------------------------------------------------
 
 

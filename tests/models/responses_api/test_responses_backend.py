@@ -69,7 +69,11 @@ async def render_sent_input(*segments: ConversationSegment, **settings: Any) -> 
 
 async def test_minimal_request() -> None:
     async with upstream(stream(says("a"))) as (backend, server):
-        assert await turn(backend) == [ModelMessageStarted(), ModelTextDelta("a"), ModelTurnEnded("stop")]
+        assert await turn(backend) == [
+            ModelMessageStarted(),
+            ModelTextDelta("a"),
+            ModelTurnEnded("stop", response_id="resp_theirs"),
+        ]
     (received,) = server.requests
     assert (received.method, received.path) == ("POST", "/v1/responses")
     assert received.headers["authorization"] == f"Bearer {UPSTREAM_KEY}"
@@ -117,7 +121,7 @@ async def test_request_with_all_fields() -> None:
         backend,
         server,
     ):
-        assert await turn(backend, request) == [ModelTurnEnded("stop")]
+        assert await turn(backend, request) == [ModelTurnEnded("stop", response_id="resp_theirs")]
     assert server.requests[0].json == snapshot(
         {
             "input": [{"type": "message", "role": "user", "content": "hi"}],
@@ -489,7 +493,7 @@ async def test_a_server_without_the_responses_api() -> None:
 async def test_a_turn_does_not_wait_for_the_end_of_the_body() -> None:
     """Nobody waits for more after it, not even for the end of the body."""
     async with upstream(stream(says("a"), end=False), stream(ended())) as (backend, _):
-        assert (await turn(backend))[-1] == ModelTurnEnded("stop")
+        assert (await turn(backend))[-1] == ModelTurnEnded("stop", response_id="resp_theirs")
 
 
 async def test_calls_and_results_that_are_two_items() -> None:

@@ -70,7 +70,21 @@ def parse(*chunks: bytes) -> list[AnyModelEvent]:
     assert parser.failure is None, parser.failure
     assert [isinstance(event, ModelTurnEnded) for event in events].count(True) == 1
     assert isinstance(events[-1], ModelTurnEnded)
-    return events
+    # Ids of the server are tested by themselves.
+    return [*events[:-1], msgspec.structs.replace(events[-1], response_id=None, response_model=None)]
+
+
+def test_the_servers_id_and_model_are_reported() -> None:
+    for fields, expected in (
+        ({"model": "theirs-2026"}, ("resp_theirs", "theirs-2026")),
+        ({"id": 7, "model": None}, (None, None)),
+        ({"id": "x" * 1000, "model": ""}, (None, None)),
+    ):
+        parser = new_parser()
+        events = [*parser.feed(created() + ended(**fields)), *parser.finish()]
+        end = events[-1]
+        assert isinstance(end, ModelTurnEnded)
+        assert (end.response_id, end.response_model) == expected
 
 
 def fail(*chunks: bytes) -> ModelError:

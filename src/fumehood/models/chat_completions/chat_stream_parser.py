@@ -20,6 +20,7 @@ from fumehood.models.upstream.stream_parser import (
     InputTokenDetails,
     OutputTokenDetails,
     UpstreamStreamParser,
+    decode_short_text,
     make_usage,
 )
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
@@ -43,6 +44,7 @@ _FINISH_REASONS: dict[str, TurnEndReason] = {
 }
 _MIN_LOGPROB = -9999.0  # for minus infinity, which JSON cannot express
 _MAX_ATTEMPTS = 8  # to learn a repetition
+_NO_TEXT = Raw(b"null")
 
 
 class _Part(msgspec.Struct):
@@ -95,6 +97,8 @@ class _Usage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     """A stream chunk, a whole response, or an error; some servers send errors without the field `error`."""
 
+    id: Raw = _NO_TEXT
+    model: Raw = _NO_TEXT
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: str | dict[str, Raw] | None = None
@@ -127,6 +131,7 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
         self._tool_calls = ToolCallDeltaParser(functions, make_id)
         self._finish_reason: str | None = None
         self._usage: Usage | None = None
+        self._response_id = self._response_model = b"null"
         self._repeated_chunks: BatchChunkDecoder | None = None
         self._has_several_chunks = False
         self._make_repeated_event: Callable[[str], AnyModelEvent] = ModelTextDelta
@@ -168,6 +173,8 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
 
     def _handle_event(self, event: _Chunk, payload: bytes, events: list[AnyModelEvent]) -> bool:
         chunk, known = event, self._repeated_chunks
+        if not self._has_event:
+            self._response_id, self._response_model = bytes(chunk.id), bytes(chunk.model)
         self._has_event = True
         if chunk.usage is not None:
             usage = chunk.usage
@@ -233,7 +240,12 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
         self._tool_calls.finish(events)
         reason = _FINISH_REASONS.get(self._finish_reason or "")
         events.append(
-            ModelTurnEnded(reason or ("calls" if self._tool_calls.has_calls else "stop"), self._usage)
+            ModelTurnEnded(
+                reason or ("calls" if self._tool_calls.has_calls else "stop"),
+                self._usage,
+                decode_short_text(Raw(self._response_id)),
+                decode_short_text(Raw(self._response_model)),
+            )
         )
         self.has_ended = True
 

@@ -23,6 +23,7 @@ from fumehood.models.upstream.stream_parser import (
     UpstreamStreamParser,
     arguments_to_json,
     choose_call_id,
+    decode_short_text,
     make_usage,
 )
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
@@ -125,6 +126,8 @@ class _UpstreamEvent(msgspec.Struct):
     """An event of any type, a whole response, or an error."""
 
     type: str = ""
+    id: Raw = _NULL
+    model: Raw = _NULL
     status: str | None = None
     output: list[Raw] | None = None
     usage: _Usage | None = None
@@ -186,6 +189,7 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
         self._open_calls: dict[_ItemKey, _OpenCall] = {}
         self._call_ids: set[str] = set()
         self._has_items = False
+        self._response_id = self._response_model = _NULL
 
     @property
     def _is_turn_complete(self) -> bool:
@@ -338,6 +342,7 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
             reason = (
                 "content_filter" if details is not None and details.reason == "content_filter" else "length"
             )
+        self._response_id, self._response_model = response.id, response.model
         self._finish_turn(events, reason, _convert_usage(response.usage))
 
     def _create_failure(self, response: _UpstreamEvent) -> ModelError:
@@ -355,7 +360,14 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
     ) -> None:
         for key in list(self._open_calls):
             self._finish_call(key, "", events)
-        events.append(ModelTurnEnded(reason or ("calls" if self._call_ids else "stop"), usage))
+        events.append(
+            ModelTurnEnded(
+                reason or ("calls" if self._call_ids else "stop"),
+                usage,
+                decode_short_text(self._response_id),
+                decode_short_text(self._response_model),
+            )
+        )
         self.has_ended = True
 
     handlers: ClassVar[Mapping[str, "_Handler"]] = {  # pyright: ignore[reportAssignmentType]

@@ -83,5 +83,5 @@ class FencedCallDetector:
         return [
             ModelCallStarted(0, new_id("call"), self._function_name),
             ModelCallArgumentsDelta(0, arguments),
-            ModelTurnEnded("calls", end.usage),
+            msgspec.structs.replace(end, reason="calls"),
         ]

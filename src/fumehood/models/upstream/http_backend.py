@@ -128,6 +128,7 @@ class HttpModelBackend(ABC):
             takes_files=settings.sends_files,
             counts_tokens=self._tokenize_address is not None,
             server=(self._address.host, self._address.port),
+            provider=settings.provider_name,
         )
         self._features = ServerFeatures(
             takes_images=settings.takes_images,

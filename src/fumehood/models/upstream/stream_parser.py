@@ -7,8 +7,10 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 
 from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES
@@ -329,6 +331,14 @@ def split_large_deltas(events: Sequence[AnyModelEvent]) -> Iterator[Sequence[Any
                 yield [part if not start or not logprobs else replace(part, logprobs=[])]
         else:
             yield [event]
+
+
+def decode_short_text(raw: msgspec.Raw) -> str | None:
+    """A short text that a server reports, such as an id; None for anything else."""
+    try:
+        return msgspec.json.decode(raw, type=Annotated[str, Meta(min_length=1, max_length=256)])
+    except (ValueError, RecursionError):
+        return None
 
 
 class InputTokenDetails(msgspec.Struct):
