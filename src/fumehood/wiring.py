@@ -218,6 +218,8 @@ async def assemble_gateway(
         if telemetry is not None:
             app = telemetry.wrap_application(gateway)
             telemetry.export_metrics_page(_read_all_metrics(metrics, sandboxes, interpreter.enabled))
+            # Read for the last time while the sandbox server still answers.
+            stack.push_async_callback(telemetry.close_metrics_page)
         yield AssembledGateway(app, runs, metrics, is_keyless)
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from fumehood.message_parts.validation import validate
@@ -12,6 +13,7 @@ from tests.e2e.conftest import INTERPRETER, make_client, make_settings
 from tests.support import gateway_process
 from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer
 from tests.support.otlp_receiver import FAST_EXPORT_ENVIRONMENT, OtlpReceiver, decode_attributes
+from tests.support.sandbox_runs import has_cgroups
 
 CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 STARTS, EXECUTIONS = "fumehood.sandbox.starts", "fumehood.sandbox.executions"
@@ -127,7 +129,7 @@ def _is_counted(receiver: OtlpReceiver) -> None:
         "gen_ai.invoke_agent.inference_calls": 2,
         "gen_ai.invoke_agent.tool_calls": 2,
         "gen_ai.execute_tool.duration": 2,
-        "fumehood.sandbox.phase.duration": 7,
+        "fumehood.sandbox.phase.duration": 6,
         "http.server.request.duration": 2,
     }
     assert {scope for _, scope in receiver.schema_urls} == {SCHEMA_URL}
@@ -135,7 +137,8 @@ def _is_counted(receiver: OtlpReceiver) -> None:
     ((_, active),) = receiver.points("fumehood.responses.active")
     assert active.as_int == 0
     starts = {each["fumehood.sandbox.start"]: point.as_int for each, point in receiver.points(STARTS)}
-    assert (starts.keys() <= {"warm", "cold"}, sum(starts.values())) == (True, 2)
+    assert starts.pop("reused") == 1  # by the second response, which continues the first
+    assert (starts.keys() <= {"warm", "cold"}, sum(starts.values())) == (True, 1)
     ended = {each["fumehood.sandbox.status"]: point.as_int for each, point in receiver.points(EXECUTIONS)}
     assert ended == {"ok": 1, "lost": 1}
 
@@ -215,12 +218,11 @@ def _has_the_metrics_page(receiver: OtlpReceiver) -> None:
     assert capacity.as_int >= instances.as_int > 0
     assert receiver.metrics["fumehood.disk_free"].unit == "By"
     rejected = {
-        labels["fumehood.limit"]: point.as_int
-        for labels, point in receiver.points("fumehood.limit_rejections")
+        labels["limit"]: point.as_int for labels, point in receiver.points("fumehood.limit_rejections")
     }
     assert rejected.keys() >= {"rate", "server_concurrency"}
     calls = {
-        (labels["fumehood.type"], labels["fumehood.status"]): point.as_int
+        (labels["type"], labels["status"]): point.as_int
         for labels, point in receiver.points("fumehood.tool_calls")
     }
     assert calls == {("code_interpreter", "completed"): 1, ("code_interpreter", "failed"): 1}
@@ -250,3 +252,34 @@ def _is_complained_of(receiver: OtlpReceiver, trace_id: bytes) -> None:
         if event.span_id == call.span_id
     }
     assert events == {"fumehood.sandbox.lost": "lost", "fumehood.tool.failed": "lost"}
+
+
+# --- failures of real sandboxes ---------------------------------------------------------------------------
+
+GREEDY = "import mmap\nm = mmap.mmap(-1, 2 << 30)\nb = b'x' * (64 << 20)\nwhile True: m.write(b)"
+FAILURES = {
+    "timeout": code_call("while True: pass"),
+    "lost": code_call("import os; os._exit(3)"),
+    "install_failed": code_call("print(1)", requirements=["./not-a-package"]),
+    **({"out_of_memory": code_call(GREEDY)} if has_cgroups() else {}),
+}
+
+
+@pytest.mark.slow
+def test_failures_of_real_sandboxes_are_told_apart(tmp_path: Path) -> None:
+    with OtlpReceiver() as receiver, ScriptedModelServer() as model:
+        settings = make_settings(model, execution_timeout=5) | {"telemetry": {"otlp": receiver.address}}
+        with (
+            gateway_process.run_gateway(tmp_path, settings, FAST_EXPORT_ENVIRONMENT) as running,
+            make_client(running) as client,
+        ):
+            for failing in FAILURES.values():
+                model.script(failing, text_answer("It broke."))
+                client.responses.create(model="scripted", input="?", tools=[INTERPRETER])
+            assert running.stop() == 0
+    for name in ("execute_tool code_interpreter", "sandbox run"):
+        spans = [span for _, span in receiver.spans if span.name == name]
+        assert {decode_attributes(span.attributes)["error.type"] for span in spans} == set(FAILURES)
+        assert {span.status.code for span in spans} == {Status.STATUS_CODE_ERROR}
+    counted = {labels["error.type"] for labels, _ in receiver.points("gen_ai.execute_tool.duration")}
+    assert counted == set(FAILURES)

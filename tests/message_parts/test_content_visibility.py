@@ -182,6 +182,20 @@ def test_every_type_of_the_sdk_shows_its_content(vendor: str) -> None:
         ({"type": "web_search_call", "arguments": '{"of":"stars"}', "action": {"type": "search"}}, ["stars"]),
         ({"type": "file_search_call", "arguments": '{"query":"otters"}'}, ["otters"]),
         (
+            {
+                "type": "web_search_call",
+                "arguments": '{"url":"https://e.x","instructions":"Read it.","type":"t"}',
+            },
+            ["https://e.x", "Read it."],
+        ),
+        (
+            {
+                "type": "code_execution_call",
+                "arguments": '{"code": "1", "outputs": "o", "note": {"why": "because"}}',
+            },
+            ['"code": "1"', "because"],
+        ),
+        (
             {"type": "x_search_call", "name": "x_keyword_search", "arguments": '{"query":"otters"}'},
             ["otters"],
         ),
@@ -339,7 +353,7 @@ FAILED: list[tuple[str, Any, str]] = [
 def test_a_failure_has_an_error(vendor: str, item: Any, error: str, representation: str) -> None:
     assert_round_trip(vendor, [item])
     errors: set[Any] = {
-        payload["error"]  # pyright: ignore[reportUnknownVariableType]
+        payload["error"]
         for part in view(representation, vendor, [item])
         for payload in part.values()
         if isinstance(payload, dict) and "error" in payload

@@ -23,6 +23,9 @@ fumehood_sandbox_memory_bytes 1.5
 fumehood_request_duration_seconds_bucket{le="+Inf"} 1
 fumehood_request_duration_seconds_count 1
 fumehood_request_duration_seconds_sum 1
+# HELP fumehood_sandbox_starts_total Sandboxes handed out.
+# TYPE fumehood_sandbox_starts_total counter
+fumehood_sandbox_starts_total{kind="warm"} 1
 # HELP other Not ours.
 # TYPE other gauge
 other 1
@@ -51,7 +54,7 @@ async def test_gauges_and_counters_are_exported_with_names_and_units_of_opentele
     assert points(available.data) == [({}, 3)]
     assert isinstance(rejected.data, Sum)
     assert rejected.data.is_monotonic
-    assert points(rejected.data) == [({"fumehood.limit": "rate"}, 2)]
+    assert points(rejected.data) == [({"limit": "rate"}, 2)]
     assert (found["fumehood.sandbox.memory"].unit, available.description) == ("By", "Sandboxes in the pool.")
 
 

@@ -25,7 +25,7 @@ from fumehood.telemetry.span_emitter import SpanEmitter
 from fumehood.telemetry.trace_context import TraceContextPropagator
 from fumehood.testing import (
     ScriptedModel,
-    ScriptedModelProvider,
+    SingleBackendProvider,
     calls,
     says,
 )
@@ -166,7 +166,7 @@ async def test_the_provider_is_configurable() -> None:
     dispatcher = RecordDispatcher([spans], on_start=spans.on_start)
     for profile in (ModelProfile(), ModelProfile(provider="theirs", server=("127.0.0.1", 1))):
         models = InstrumentedModelProvider(
-            ScriptedModelProvider(ScriptedModel(says("x"), profile=profile)), dispatcher, "ours"
+            SingleBackendProvider(ScriptedModel(says("x"), profile=profile)), dispatcher, "ours"
         )
         stream = models.get_backend("m").stream(ModelRequest(model="m"))
         async for _ in stream:

@@ -108,6 +108,15 @@ def _encode_json_text(_value: Json, rest: Json) -> Json:
     return _dump_json(rest[1], rest[0])
 
 
+def parse_json_object(text: str | None) -> JsonObject:
+    """Return the object in JSON text; an empty one for anything else."""
+    try:
+        found: Json = json.loads(text or "")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _decode_base64_text(value: Json) -> Extraction:
     if not isinstance(value, str):
         raise ValueError

@@ -25,7 +25,7 @@ from fumehood.message_parts.canonical_parts import (
     VendorRoundTripData,
 )
 from fumehood.message_parts.execution_timing import EXECUTION_METADATA, read_timing
-from fumehood.message_parts.field_codecs import FIELD_CODECS, extract
+from fumehood.message_parts.field_codecs import FIELD_CODECS, extract, parse_json_object
 from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, get_text_at_path, set_at_path
 from fumehood.message_parts.partial_items import VendorStreamCollector
 
@@ -203,7 +203,7 @@ class PartSkeleton(msgspec.Struct, frozen=True):
 def draft_tool_parts(item: JsonObject, mapping: ItemMapping) -> list[PartSkeleton]:
     made: list[PartSkeleton] = []
     if mapping.call is not None:
-        made.append(PartSkeleton(mapping.build_call(item), mapping.call))
+        made.append(PartSkeleton(mapping.build_call(item), _expand_json_members(item, mapping)))
     if mapping.response is not None:
         failure = mapping.read_failure(item)
         made.append(
@@ -215,6 +215,35 @@ def draft_tool_parts(item: JsonObject, mapping: ItemMapping) -> list[PartSkeleto
             )
         )
     return made
+
+
+def _expand_json_members(item: JsonObject, mapping: ItemMapping) -> tuple[FieldMapping, ...]:
+    """Add fields for the other members of arguments in JSON text, of which the table names one."""
+    fields = mapping.call or ()
+    paths = {field.path for field in fields if field.codec.startswith(_JSON_MEMBER)}
+    for path in paths:
+        found = parse_json_object(get_text_at_path(item, path))
+        others = found.keys() - {field.codec.removeprefix(_JSON_MEMBER) for field in fields} - {"", "type"}
+        kind = tool_payloads.TOOL_KINDS.get(mapping.kind)
+        if kind is not None:
+            others -= tool_payloads.payload_fields(kind, call=True) | tool_payloads.payload_fields(
+                kind, call=False
+            )
+        if others:
+            # Order matters: what is parsed in place comes before what is read from it.
+            members = [_to_member_mapping(field) for field in fields if field.path == path and field.codec]
+            more = [FieldMapping(name, (*path, 1, name)) for name in sorted(others)]
+            rest = [field for field in fields if field.path != path or not field.codec]
+            return (*rest, FieldMapping("", path, "json"), *members, *more)
+    return fields
+
+
+_JSON_MEMBER = "json."
+
+
+def _to_member_mapping(field: FieldMapping) -> FieldMapping:
+    member = field.codec.removeprefix(_JSON_MEMBER)
+    return FieldMapping(field.name, (*field.path, 1, member), "one" if member == "query" else "")
 
 
 def draft_error() -> list[PartSkeleton]:

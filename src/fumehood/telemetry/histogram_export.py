@@ -112,13 +112,7 @@ class HistogramMetricExporter(OTLPMetricExporter):
         collected = [each.collect(self._temporality) for each in self._instruments]
         metrics = [metric for metric in collected if metric is not None]
         if self._page is not None:
-            known = {
-                metric.name
-                for resource in metrics_data.resource_metrics
-                for scope in resource.scope_metrics
-                for metric in scope.metrics
-            }
-            metrics += [metric for metric in self._page.collect() if metric.name not in known]
+            metrics += self._page.collect()
         resources = [
             ResourceMetrics(
                 each.resource, [_append_metrics(scope, metrics) for scope in each.scope_metrics], ""

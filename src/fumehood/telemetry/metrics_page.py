@@ -11,6 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 _READ_SECONDS = 3.0
 _PREFIX = "fumehood_"
+# Counted by call and not by sandbox server: `OtelMetrics` exports them.
+_NAMES_OF_CALLS = frozenset({"fumehood.sandbox.starts", "fumehood.sandbox.executions"})
 _UNITS = {"seconds": "s", "bytes": "By"}
 
 
@@ -59,11 +61,12 @@ class MetricsPage:
 
     def _convert(self, page: bytes, now: int) -> Iterator[Metric]:
         for family in text_string_to_metric_families(page.decode()):
-            if family.type not in ("counter", "gauge") or not family.name.startswith(_PREFIX):
+            is_number = family.type in ("counter", "gauge") and family.name.startswith(_PREFIX)
+            if not is_number or to_otel_name(family.name)[0] in _NAMES_OF_CALLS:
                 continue
             points = [
                 NumberDataPoint(
-                    {f"fumehood.{name}": value for name, value in sample.labels.items()},
+                    sample.labels,
                     self._started_at_ns if family.type == "counter" else 0,
                     now,
                     int(sample.value) if float(sample.value).is_integer() else sample.value,
@@ -85,7 +88,10 @@ def _to_metric(family: PrometheusMetric, points: list[NumberDataPoint]) -> Metri
 
 
 def to_otel_name(name: str) -> tuple[str, str]:
-    """Return OpenTelemetry's name and unit of a metric: dots after the namespaces, the unit not in the name."""
+    """Return OpenTelemetry's name and unit of a metric: dots after the namespaces, the unit not in the name.
+
+    Whoever translates it back for Prometheus gets the name on the page, so that the same dashboards serve.
+    """
     stem, _, suffix = name.removesuffix("_total").rpartition("_")
     unit = _UNITS.get(suffix, "")
     stem = stem if unit else name.removesuffix("_total")

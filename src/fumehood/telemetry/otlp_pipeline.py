@@ -150,6 +150,10 @@ class OtlpPipeline:
         """Export what a page in Prometheus's text format has, too. read_page: called in this event loop."""
         self._metrics_page.open(read_page)
 
+    async def close_metrics_page(self) -> None:
+        """Read the page for the last time."""
+        await self._metrics_page.close()
+
     # ---- the three signals ----------------------------------------------------------------------------------------
 
     def _is_enabled(self, signal: str) -> bool:

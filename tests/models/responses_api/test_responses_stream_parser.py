@@ -75,11 +75,12 @@ def parse(*chunks: bytes) -> list[AnyModelEvent]:
 
 
 def test_the_servers_id_and_model_are_reported() -> None:
-    for fields, expected in (
+    reported: list[tuple[dict[str, Any], tuple[str | None, str | None]]] = [
         ({"model": "theirs-2026"}, ("resp_theirs", "theirs-2026")),
         ({"id": 7, "model": None}, (None, None)),
         ({"id": "x" * 1000, "model": ""}, (None, None)),
-    ):
+    ]
+    for fields, expected in reported:
         parser = new_parser()
         events = [*parser.feed(created() + ended(**fields)), *parser.finish()]
         end = events[-1]
