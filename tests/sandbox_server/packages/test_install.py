@@ -154,6 +154,31 @@ async def test_equal_requests_at_once_build_once(supervisor: Supervisor, index: 
         await box.destroy()
 
 
+async def test_the_log_names_the_packages(
+    index: FakePackageIndex, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When an install begins, succeeds and fails; what is cached is not installed again."""
+    caplog.set_level("INFO", "fumehood.sandbox_server")
+    progress: list[str] = []
+    async with Supervisor(_settings(index, tmp_path, pool=0, preload=())) as supervisor:
+        await supervisor.create(SandboxSpec(requirements=["needs-hello"]), progress.append)
+        await supervisor.create(SandboxSpec(requirements=["needs_hello"]))
+        with pytest.raises(InstallFailed):
+            await supervisor.create(SandboxSpec(requirements=["no-such-package"], tenant="acme"))
+    assert progress == ["installing needs-hello", "installed hello 1.0, needs-hello 1.0"]
+    events = [(record.msg, record.__dict__.get("fields", {})) for record in caplog.records]
+    installs = [(name, fields) for name, fields in events if name.startswith("packages_")]
+    assert [name for name, _ in installs] == [
+        "packages_installing",
+        "packages_installed",
+        "packages_installing",
+        "packages_failed",
+    ]
+    assert installs[0][1]["requirements"] == "needs-hello"
+    assert installs[1][1]["packages"] == "hello 1.0, needs-hello 1.0"
+    assert (installs[3][1]["tenant"], "no-such-package" in installs[3][1]["reason"]) == ("acme", True)
+
+
 async def test_a_request_again_needs_no_index(index: FakePackageIndex, tmp_path: Path) -> None:
     async with Supervisor(_settings(index, tmp_path, preload=())) as first:
         await first.create(SandboxSpec(requirements=["hello<2"]))

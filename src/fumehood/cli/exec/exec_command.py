@@ -6,6 +6,7 @@ import os
 import sys
 import tokenize
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -139,9 +140,9 @@ def execute(
         socket = resolve_guest_socket(context, mode, guest_socket)
         settings = SandboxServerSettings(pool=0, capacity=1, mode=mode, limits=limits, guest_socket=socket)
         preload = choose_preload(text, uploads, settings.preload)
-        sandbox = open_local_sandbox(replace(settings, preload=preload), spec)
+        open_sandbox = partial(open_local_sandbox, replace(settings, preload=preload), spec)
     else:
-        sandbox = open_remote_sandbox(_connect(context, server, timeout), spec)
+        open_sandbox = partial(open_remote_sandbox, _connect(context, server, timeout), spec)
     try:
         output_directory = None if files_out is None else OutputDirectory(files_out)
     except OSError as error:
@@ -149,7 +150,7 @@ def execute(
     job = ExecJob(
         code=text,
         timeout=timeout,
-        sandbox=sandbox,
+        open_sandbox=open_sandbox,
         uploads=uploads,
         output_directory=output_directory,
         json=json,

@@ -8,9 +8,9 @@ import queue
 import re
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import override
 
 import msgspec
@@ -167,11 +167,19 @@ class ExecOutput:
         self._has_open_line: dict[int, bool] = {STDOUT_FD: False, STDERR_FD: False}
         self._has_used_colour = False
 
-    def show_startup(self) -> AbstractContextManager[object]:
-        """Show a spinner while the sandbox starts, on a terminal only."""
-        if self._quiet or not self._console.is_terminal:
-            return nullcontext()
-        return self._console.status("starting the sandbox…", spinner="dots")
+    @contextmanager
+    def show_startup(self) -> Generator[Callable[[str], None]]:
+        """Show how the start proceeds: the yielded function shows a step, such as the package that is installed.
+
+        On a terminal it is a spinner that disappears, otherwise each step is a line.
+        """
+        if self._quiet:
+            yield lambda _: None
+        elif self._console.is_terminal:
+            with self._console.status("starting the sandbox…", spinner="dots") as status:
+                yield lambda step: status.update(Text(f"{escape_control_sequences(step)}…"))
+        else:
+            yield self.note
 
     def show_event(self, event: ExecutionEvent, *, image_saved: bool = False) -> None:
         """Print one event; `image_saved` suppresses the text of an image that was saved."""

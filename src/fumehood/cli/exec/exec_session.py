@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 from fumehood.sandbox_server.host.resource_allocator import file_quota_bytes
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
+from fumehood.sandbox_server.packages.requirements import summarise
 from fumehood.sandbox_server.supervisor.sandbox_files import to_printable
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from fumehood.sandbox_server.settings import SandboxServerSettings
 
 logger = logging.getLogger(__name__)
+
+type ShowStep = Callable[[str], None]
 
 EXIT_INTERRUPTED = 130
 _EXIT_CODES: dict[ExecutionEndStatus, int] = {
@@ -73,13 +76,14 @@ _INTERRUPT_RETRY_SECONDS = 0.1
 class ExecJob:
     """The options of one `fumehood exec`.
 
-    sandbox: created when it is entered, destroyed when it is left.
+    open_sandbox: a sandbox that is created when it is entered, destroyed when it is left; the function that it is given
+        shows the steps of its start.
     output_directory: without it, files are not saved.
     """
 
     code: str
     timeout: float
-    sandbox: AbstractAsyncContextManager[Sandbox]
+    open_sandbox: Callable[[ShowStep], AbstractAsyncContextManager[Sandbox]]
     uploads: tuple[Path, ...] = ()
     output_directory: OutputDirectory | None = None
     json: bool = False
@@ -220,8 +224,8 @@ class ExecSession:
     async def _run_in_sandbox(self) -> int:
         job = self._job
         async with AsyncExitStack() as stack:
-            with self._output.show_startup():
-                self._sandbox = await stack.enter_async_context(job.sandbox)
+            with self._output.show_startup() as show_step:
+                self._sandbox = await stack.enter_async_context(job.open_sandbox(show_step))
             snapshot = await self._upload_files(self._sandbox)
             end = await self._execute(self._sandbox)
             self._reason = end.reason
@@ -384,23 +388,27 @@ def find_upload_problem(paths: Sequence[Path], spec: SandboxSpec) -> str | None:
 
 
 @asynccontextmanager
-async def open_local_sandbox(settings: "SandboxServerSettings", spec: SandboxSpec) -> AsyncGenerator[Sandbox]:
+async def open_local_sandbox(
+    settings: "SandboxServerSettings", spec: SandboxSpec, show_step: ShowStep
+) -> AsyncGenerator[Sandbox]:
     """Run a supervisor in this process. Raises IsolationUnavailable, SandboxError."""
     from fumehood.sandbox_server.supervisor.local_sandbox_adapter import LocalSandboxAdapter
     from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 
     async with Supervisor(settings) as supervisor:
-        yield LocalSandboxAdapter(await supervisor.create(spec))
+        yield LocalSandboxAdapter(await supervisor.create(spec, show_step))
 
 
 @asynccontextmanager
 async def open_remote_sandbox(
-    provider: "RemoteSandboxProvider", spec: SandboxSpec
+    provider: "RemoteSandboxProvider", spec: SandboxSpec, show_step: ShowStep
 ) -> AsyncGenerator[Sandbox]:
     """Use a sandbox server. Raises what `SandboxProvider` raises."""
     # We choose the id, to destroy the sandbox even if we are cancelled before the response.
     ref = SandboxRef(f"exec-{secrets.token_hex(8)}")
     async with provider:
+        if spec.requirements:
+            show_step(f"installing {summarise(spec.requirements)}")
         try:
             await provider.create(spec, ref.id)
             yield await provider.attach(ref)

@@ -8,11 +8,12 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fumehood.protocol.sandbox.sandbox_errors import InstallFailed
+from fumehood.sandbox_server import structured_logging
 from fumehood.sandbox_server.packages import installed_tree_check, requirements, uv_client
 from fumehood.sandbox_server.packages.install_jail import DiskSpaceExhausted, InstallTimeout
 from fumehood.sandbox_server.packages.installed_tree_check import InvalidInstallTree
@@ -25,6 +26,8 @@ from fumehood.sandbox_server.packages.layer_store import (
 from fumehood.sandbox_server.packages.uv_client import ResolutionFailed, UvClient
 
 logger = logging.getLogger(__name__)
+
+type ProgressCallback = Callable[[str], None]
 
 _CACHE_SECONDS = 24 * 3600  # how long a request gets the same versions without asking the index
 _MAX_BUILDS, _MAX_BUILDS_PER_TENANT = 3, 2
@@ -97,6 +100,10 @@ class InstallResult:
     def share(self) -> "InstallResult":
         """Return another provision of the same layer, to be closed separately."""
         return InstallResult(None if self.layer is None else self.layer.share(), self.pins, self.replaced)
+
+    def describe_pins(self) -> list[str]:
+        """Name and version of each package in the layer."""
+        return [f"{pin.name} {pin.version}" for pin in self.pins]
 
     def close(self) -> None:
         if self.layer is not None:
@@ -179,8 +186,11 @@ class Installer:
             task.add_done_callback(lambda _: self._builds.pop(key, None))
         try:
             provision = await build.share()
-        except InstallFailed:
+        except InstallFailed as error:
             self.failed_count += 1
+            structured_logging.log_event(
+                "packages_failed", level=logging.WARNING, reason=error.message, tenant=tenant
+            )
             raise
         self.installed_count += 1
         return provision
@@ -215,7 +225,19 @@ class Installer:
             if found := self._find_cached(key, fresh=True):
                 return found
             async with self._limiter.slot(tenant), self._staging() as staging:
-                return await self._resolve_and_install(key, wanted, present, staging, may_replace=may_replace)
+                started_at = time.monotonic()
+                names = requirements.summarise(requirements.find_unmet(wanted, present))
+                structured_logging.log_event("packages_installing", requirements=names, tenant=tenant)
+                result = await self._resolve_and_install(
+                    key, wanted, present, staging, may_replace=may_replace
+                )
+                structured_logging.log_event(
+                    "packages_installed",
+                    packages=requirements.summarise(result.describe_pins()),
+                    tenant=tenant,
+                    duration_ms=round((time.monotonic() - started_at) * 1000),
+                )
+                return result
         except InstallTimeout:
             seconds = self._resolver.jail.timeout
             raise _install_error(wanted, f"it took longer than {seconds:g} s and was stopped") from None

@@ -5,7 +5,7 @@ file, open a URL, run something or change its options is refused, with the line 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import InvalidRequirement, Requirement
@@ -52,6 +52,11 @@ def find_unmet(wanted: Iterable[str], present: Mapping[str, str]) -> list[str]:
         if not met or not requirement.specifier.contains(version or "", prereleases=True):
             missing.append(text)
     return missing
+
+
+def summarise(names: Sequence[str]) -> str:
+    """The names with commas between them; of many, the first eight and how many more there are."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def requirements_error(message: str) -> InstallFailed:

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from fumehood.protocol.sandbox.sandbox_errors import InstallFailed, SandboxGone
 from fumehood.sandbox_server.packages import requirements
-from fumehood.sandbox_server.packages.installer import Installer, InstallResult
+from fumehood.sandbox_server.packages.installer import Installer, InstallResult, ProgressCallback
 from fumehood.sandbox_server.packages.layer_store import PackageLayerHandle, PinnedPackage
 from fumehood.sandbox_server.packages.pip_server import PipRequestServer
 
@@ -17,7 +17,6 @@ NO_INSTALL_JAIL = (
 )
 
 type AttachLayers = Callable[[list[str]], Awaitable[None]]
-type ProgressCallback = Callable[[str], None]
 
 
 class SandboxPackageManager:
@@ -63,14 +62,12 @@ class SandboxPackageManager:
             missing = requirements.find_unmet(wanted, present)
             if not missing:
                 return []
-            on_progress(f"installing {_summarise(missing)}")
+            on_progress(f"installing {requirements.summarise(missing)}")
             provision = await self._installer.provide(wanted, present, may_replace=False, tenant=self.tenant)
             # Not cancellable: an attached layer must be held.
             await asyncio.shield(self.attach_provision(provision))
             if provision.pins:
-                on_progress(
-                    f"installed {_summarise([f'{pin.name} {pin.version}' for pin in provision.pins])}"
-                )
+                on_progress(f"installed {requirements.summarise(provision.describe_pins())}")
             return list(provision.pins)
 
     async def attach_provision(self, provision: InstallResult) -> None:
@@ -112,7 +109,3 @@ class SandboxPackageManager:
         for layer in self._layers:
             layer.close()
         self._layers.clear()
-
-
-def _summarise(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -29,7 +29,12 @@ from fumehood.sandbox_server.host.python_runtime import PythonRuntimeUnavailable
 from fumehood.sandbox_server.host.resource_allocator import ResourceAllocator
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.packages import requirements
-from fumehood.sandbox_server.packages.installer import NO_PROVISION, Installer, InstallResult
+from fumehood.sandbox_server.packages.installer import (
+    NO_PROVISION,
+    Installer,
+    InstallResult,
+    ProgressCallback,
+)
 from fumehood.sandbox_server.packages.installer_factory import open_installer, open_store
 from fumehood.sandbox_server.packages.sandbox_package_manager import NO_INSTALL_JAIL, NO_INSTALLER
 from fumehood.sandbox_server.settings import SandboxServerSettings
@@ -44,6 +49,10 @@ _MAX_REFILL_BACKOFF = 60.0
 _ZYGOTE_EXIT_WAIT = 0.5  # seconds: the exit of a sandbox may be reported before that of its zygote
 # Seconds. The caller's first execution should not share the CPU with the start of a replacement.
 _REFILL_DELAY = 0.025
+
+
+def _ignore_progress(_: str) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,20 +283,23 @@ class Supervisor:
         pooled = set(self._pool)
         return [sandbox for sandbox in self._live.values() if sandbox not in pooled]
 
-    async def create(self, spec: SandboxSpec | None = None) -> SandboxInstance:
+    async def create(
+        self, spec: SandboxSpec | None = None, on_progress: ProgressCallback = _ignore_progress
+    ) -> SandboxInstance:
         """A sandbox of the caller's own, claimed from the pool or started.
 
+        on_progress: called with a line of text while packages are installed.
         Raises InvalidSandboxRequest, InstallFailed, SandboxServerAtCapacity, SandboxStartFailed, IsolationUnavailable.
         """
         self.pending_creations += 1
         try:
-            return await self._create(spec or SandboxSpec())
+            return await self._create(spec or SandboxSpec(), on_progress)
         finally:
             self.pending_creations -= 1
 
-    async def _create(self, spec: SandboxSpec) -> SandboxInstance:
+    async def _create(self, spec: SandboxSpec, on_progress: ProgressCallback) -> SandboxInstance:
         grant = await self.egress.grant(spec.network)
-        provision = await self._install_requirements(spec)
+        provision = await self._install_requirements(spec, on_progress)
         try:
             while True:
                 sandbox = await self._claim_or_start(spec, provision)
@@ -300,16 +312,20 @@ class Supervisor:
         finally:
             provision.close()
 
-    async def _install_requirements(self, spec: SandboxSpec) -> InstallResult:
+    async def _install_requirements(self, spec: SandboxSpec, on_progress: ProgressCallback) -> InstallResult:
         """Install the packages that the sandbox starts with; raises InstallFailed."""
         if not spec.requirements:
             return NO_PROVISION
         if self.installer is None:
             raise InstallFailed(self.packages_unavailable, param="requirements")
         wanted = requirements.parse_requirements(spec.requirements)
-        return await self.installer.provide(
-            wanted, self.installer.base.versions, may_replace=True, tenant=spec.tenant
-        )
+        present = self.installer.base.versions
+        if missing := requirements.find_unmet(wanted, present):
+            on_progress(f"installing {requirements.summarise(missing)}")
+        provision = await self.installer.provide(wanted, present, may_replace=True, tenant=spec.tenant)
+        if provision.pins:
+            on_progress(f"installed {requirements.summarise(provision.describe_pins())}")
+        return provision
 
     async def _claim_or_start(self, spec: SandboxSpec, provision: InstallResult) -> SandboxInstance:
         shard = self._choose_shard(spec.tenant)
