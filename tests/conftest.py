@@ -21,6 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
     directory = tempfile.TemporaryDirectory(prefix="fumehood-packages-", ignore_cleanup_errors=True)
     os.environ["FUMEHOOD_PACKAGES_DIR"] = directory.name
     config.add_cleanup(directory.cleanup)
+    data = tempfile.TemporaryDirectory(prefix="fumehood-data-", ignore_cleanup_errors=True)
+    os.environ["XDG_DATA_HOME"] = data.name  # nothing is written to the data of this user
+    config.add_cleanup(data.cleanup)
     os.environ["FUMEHOOD_INDEX_URL"] = (
         "http://127.0.0.1:9/nobody-listens/"  # tests that want one bring their own
     )

@@ -87,6 +87,8 @@ def test_options_come_before_variables_and_those_before_the_file(file: Path) -> 
         (f"{INTERPRETER}SANDBOX_URL", "null", None),
         (f"{INTERPRETER}SANDBOX_URL", "http://127.0.0.1:1", "http://127.0.0.1:1"),
         (f"{INTERPRETER}EXECUTION_TIMEOUT", "2.5", 2.5),
+        ("FUMEHOOD_LIMITS__BODY_BYTES", "64m", 64 << 20),
+        ("FUMEHOOD_LIMITS__BODY_BYTES", "1000", 1000),
     ],
 )
 def test_variables_by_type(variable: str, text: str, found: object) -> None:
@@ -121,7 +123,10 @@ def test_variables_of_others_are_left_alone() -> None:
         ("server: {zzz: 1}", "there is no setting server.zzz; there are host, port, allowed_hosts, cors_origins, "),
         ("server: {port: 70000}", "server.port: expected int <= 65535."),
         ("server: {port: x}", "server.port: expected int, got str."),
-        ("server: 3", "server: expected object, got int."),
+        ("server: 3", "server: expected a section with settings below it."),
+        ("server: {port: 1}\nserver: {}", "has server twice, again at line 2."),
+        ("limits: {body_bytes: lots}", "limits.body_bytes: expected a number of bytes, or a size such as 512m"),
+        ("storage: {url: 'sqlite:///a.db', directory: /srv}", "storage.url: it excludes directory"),
         ("telemetry: {log_format: xml}", "telemetry.log_format: 'xml' is not one of text, json."),
         ("models: [{base_url: 'http://h', backend: x}]", "models[0].backend: 'x' is not one of chat_completions, "),
         ("limits: {body_bytes: 0}", "limits.body_bytes: expected int >= 1."),
@@ -182,7 +187,9 @@ def test_sandbox_servers_that_can_be_reached(file: Path, url: str) -> None:
         ("FUMEHOOD_SERVER__PRT", "1", "FUMEHOOD_SERVER__PRT: there is no setting server.prt; did you mean port?"),
         ("FUMEHOOD_SERVER__PORT", "x", "FUMEHOOD_SERVER__PORT: expected int, got str."),
         ("FUMEHOOD_SERVER__PORT__X", "1", "FUMEHOOD_SERVER__PORT__X: server.port has no settings below it."),
-        ("FUMEHOOD_MODELS", "{", "FUMEHOOD_MODELS should hold JSON."),
+        ("FUMEHOOD_MODELS", "[{", "FUMEHOOD_MODELS: it should hold JSON."),
+        ("FUMEHOOD_MODELS", '[{"match": "a"}]', "FUMEHOOD_MODELS: models[0]: base_url is missing"),
+        (f"{INTERPRETER}SANDBOX_URL", "ftp://h", f"{INTERPRETER}SANDBOX_URL: providers.code_interpreter"),
         ("FUMEHOOD_SERVR__PORT", "1", "did you mean server?"),
     ],
 )  # fmt: skip
@@ -200,6 +207,44 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not UTF-8"):
         load_config(tmp_path / "binary", {})
+
+
+def test_all_problems_are_told_each_with_its_source(file: Path) -> None:
+    file.write_text("server: {prt: 1, port: x}\ntelemetry: {log_format: xml}\n")
+    with pytest.raises(ConfigError) as refused:
+        load_config(file, {"FUMEHOOD_LIMITS__TURNS": "0"})
+    assert refused.value.problems == (
+        "FUMEHOOD_LIMITS__TURNS: expected int >= 1.",
+        f"{file}: there is no setting server.prt; did you mean port?",
+        f"{file}: server.port: expected int, got str.",
+        f"{file}: telemetry.log_format: 'xml' is not one of text, json.",
+    )
+
+
+# --- where the data is --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "environ", "database", "blobs"),
+    [
+        ({}, {"HOME": "/home/a"}, "/home/a/.local/share/fumehood/fumehood.db", "/home/a/.local/share/fumehood/blobs"),
+        ({}, {"HOME": "/home/a", "XDG_DATA_HOME": "/d"}, "/d/fumehood/fumehood.db", "/d/fumehood/blobs"),
+        ({}, {"HOME": "/", "XDG_DATA_HOME": "r"}, "/.local/share/fumehood/fumehood.db", "/.local/share/fumehood/blobs"),
+        ({}, {"HOME": "/h", "STATE_DIRECTORY": "/var/lib/x:/var/lib/y"}, "/var/lib/x/fumehood.db", "/var/lib/x/blobs"),
+        ({"directory": "/srv"}, {"HOME": "/h"}, "/srv/fumehood.db", "/srv/blobs"),
+        ({"directory": "here"}, {"HOME": "/h"}, "here/fumehood.db", "here/blobs"),
+        ({"directory": "/srv", "blobs": "/big"}, {"HOME": "/h"}, "/srv/fumehood.db", "/big"),
+        ({"url": "sqlite:////srv/x.db"}, {"HOME": "/h"}, "/srv/x.db", "/srv/blobs"),
+        ({"url": "sqlite:///x.db", "blobs": "./b"}, {"HOME": "/h"}, "x.db", "b"),
+    ],
+)  # fmt: skip
+def test_where_the_data_is(
+    settings: dict[str, str], environ: dict[str, str], database: str, blobs: str
+) -> None:
+    overrides = {f"storage.{name}": value for name, value in settings.items()}
+    location = load_config(None, {}, overrides).storage.locate(environ)
+    assert (str(location.database), str(location.blobs)) == (database, blobs)
+    assert location.is_default == (not settings)
 
 
 # --- secrets ------------------------------------------------------------------------------------------

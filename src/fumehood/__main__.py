@@ -64,7 +64,7 @@ def _format_help() -> str:
         f"fumehood {__version__}: an open, self-hosted code interpreter.",
         "",
         f"Installed: {available}.",
-        "The commands serve, exec, sandbox, doctor, keys, containers, files and parts need an extra:",
+        "The commands serve, exec, sandbox, doctor, keys, config, containers, files and parts need an extra:",
         "",
         *(f"  pip install 'fumehood[{extra}]'".ljust(34) + summary for extra, summary in _EXTRAS.items()),
         "",

@@ -4,32 +4,49 @@ config.example.yaml describes every setting. Secrets are not settings: a setting
 environment variable that holds one.
 """
 
-import difflib
 import ipaddress
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeAliasType, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
+from fumehood.configuration import (
+    BYTES_UNIT,
+    ByteSize,
+    ConfigError,
+    ConfigSchema,
+    NonNegative,
+    NonNegativeByteSize,
+    Positive,
+    Seconds,
+    SettingsSection,
+    load_settings,
+)
 from fumehood.files import InputSettings, UploadSettings
 from fumehood.models import ModelSettings, check_url, read_secret
-from fumehood.setting_types import NonNegative, Positive, Seconds, SettingsSection
+
+__all__ = [
+    "GATEWAY_SCHEMA",
+    "CodeInterpreterSettings",
+    "ConfigError",
+    "GatewayConfig",
+    "StorageLocation",
+    "TelemetrySettings",
+    "find_data_directory",
+    "load_config",
+    "resolve_secret",
+]
 
 type Port = Annotated[int, Meta(ge=0, le=65_535)]
 type LogLevel = Literal["debug", "info", "warning", "error"]
 
-ENV_PREFIX = "FUMEHOOD_"
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SQLITE_PREFIX = "sqlite:///"
+DATABASE_NAME = "fumehood.db"
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
-
-
-class ConfigError(ValueError):
-    """One sentence: the source, the setting, and what to do. It never contains a value that could be a secret."""
 
 
 class ServerSettings(SettingsSection, frozen=True):
@@ -52,16 +69,56 @@ class ServerSettings(SettingsSection, frozen=True):
             return False
 
 
+@dataclass(frozen=True, slots=True)
+class StorageLocation:
+    """Where the gateway keeps its data; `is_default` if no setting says so."""
+
+    directory: Path
+    database: Path
+    blobs: Path
+    is_default: bool
+
+
 class StorageSettings(SettingsSection, frozen=True):
-    """The database and the directory of files."""
+    """The database and the directory of files.
 
-    url: str = "sqlite:///fumehood.db"
-    blobs: str = "./blobs"
-    min_free_bytes: NonNegative = 256 << 20
+    directory: contains both, unless `url` and `blobs` say otherwise; None means the user's data directory.
+    """
 
-    @property
-    def database_path(self) -> Path:
-        return Path(self.url.removeprefix(_SQLITE_PREFIX))
+    directory: str | None = None
+    url: str | None = None
+    blobs: str | None = None
+    min_free_bytes: NonNegativeByteSize = 256 << 20
+
+    def locate(self, environ: Mapping[str, str]) -> StorageLocation:
+        """Where the data is. Relative paths are relative to the working directory. Raises ConfigError."""
+        if self.url is not None:
+            database = Path(self.url.removeprefix(_SQLITE_PREFIX))
+            directory = database.parent
+        else:
+            directory = (
+                find_data_directory(environ) if self.directory is None else Path(self.directory).expanduser()
+            )
+            database = directory / DATABASE_NAME
+        blobs = directory / "blobs" if self.blobs is None else Path(self.blobs)
+        return StorageLocation(
+            directory, database, blobs, is_default=self.url is None and self.directory is None
+        )
+
+
+def find_data_directory(environ: Mapping[str, str]) -> Path:
+    """systemd's STATE_DIRECTORY, else `fumehood` in the user's XDG data directory. Raises ConfigError."""
+    if state := environ.get("STATE_DIRECTORY", "").partition(":")[0]:
+        return Path(state)
+    base = Path(environ.get("XDG_DATA_HOME", ""))
+    if base.is_absolute():  # XDG: others are to be ignored
+        return base / "fumehood"
+    home = environ.get("HOME") or str(Path("~").expanduser())
+    if not Path(home).is_absolute():
+        raise ConfigError(
+            "storage.directory: this user has no home directory: choose a directory with --data DIR."
+        )
+    return Path(home) / ".local" / "share" / "fumehood"
 
 
 class CompactionKeySettings(SettingsSection, frozen=True):
@@ -92,18 +149,18 @@ class CodeInterpreterSettings(SettingsSection, frozen=True):
     sandbox_config: str | None = None
     allowed_domains: tuple[str, ...] = ()
     always_include_outputs: bool = False
-    inline_bytes: NonNegative = 1 << 20
-    inline_total_bytes: NonNegative = 4 << 20
+    inline_bytes: NonNegativeByteSize = 1 << 20
+    inline_total_bytes: NonNegativeByteSize = 4 << 20
     model_output_characters: Annotated[int, Meta(ge=100)] = 20_000
     stored_output_characters: Annotated[int, Meta(ge=100)] = 1 << 18
-    file_bytes: Positive = 64 << 20
-    container_bytes: Positive = 2 << 30
+    file_bytes: ByteSize = 64 << 20
+    container_bytes: ByteSize = 2 << 30
     container_files: Positive = 10_000
     idle_minutes: Positive = 20
     max_idle_minutes: Positive = 60
     max_lifetime_hours: Annotated[float, Meta(gt=0, le=8760)] = 24.0
     retention_hours: Annotated[float, Meta(ge=0, le=8760)] = 168.0
-    retained_bytes: NonNegative = 2 << 30
+    retained_bytes: NonNegativeByteSize = 2 << 30
 
 
 class CodeInterpreterSection(SettingsSection, frozen=True):
@@ -157,8 +214,8 @@ class LimitSettings(SettingsSection, frozen=True):
     concurrent: Positive = 64
     concurrent_total: Positive = 512
     containers_per_tenant: Positive = 50
-    body_bytes: Positive = 32 << 20
-    body_bytes_total: Positive = 512 << 20
+    body_bytes: ByteSize = 32 << 20
+    body_bytes_total: ByteSize = 512 << 20
     min_body_bytes_per_second: NonNegative = 1024
     turns: Positive = 64
     response_seconds: Seconds = 1800.0
@@ -173,7 +230,7 @@ class TelemetrySettings(SettingsSection, frozen=True):
     metrics: bool = True
     otlp: str | None = None
     profile: Literal["option1", "option2", "option3", "option3-alternative", "phoenix"] = "option2"
-    content_bytes: Annotated[int, Meta(ge=10_000)] = 200_000
+    content_bytes: Annotated[int, Meta(ge=10_000, extra=BYTES_UNIT)] = 200_000
     redact: str | None = None
     provider_name: Annotated[str, Meta(min_length=1, max_length=64)] = "fumehood"
     log_format: Literal["text", "json"] = "text"
@@ -198,26 +255,18 @@ class GatewayConfig(SettingsSection, frozen=True):
 # ---- reading ----------------------------------------------------------------------------------------------------
 
 
+def _names_setting(rest: str) -> bool:
+    return "__" in rest or rest == "MODELS"
+
+
 def load_config(
-    file: Path | None, environ: Mapping[str, str], overrides: Mapping[str, object] | None = None
+    file: Path | None,
+    environ: Mapping[str, str],
+    overrides: Mapping[str, object] | None = None,
+    defaults: Mapping[str, object] | None = None,
 ) -> GatewayConfig:
-    """Read the file, then the environment, then `overrides` by dotted path; later ones win. Raises ConfigError."""
-    tree = {} if file is None else _read_yaml(file)
-    where = "the configuration" if file is None else str(file)
-    for variable, text in sorted(environ.items()):
-        path = _parse_variable_name(variable)
-        if path is not None:
-            _set_at_path(tree, path, _parse_variable(_find_setting_type(path, variable), text, variable))
-    for dotted, value in (overrides or {}).items():
-        _set_at_path(tree, dotted.split("."), value)
-    _check_names(tree, GatewayConfig, where, "")
-    try:
-        config = msgspec.convert(tree, GatewayConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {_format_validation_error(str(error))}") from None
-    for problem in _find_problems(config):
-        raise ConfigError(f"{where}: {problem}")
-    return config
+    """Read `defaults`, the file, the environment and `overrides`; later ones win. Raises ConfigError."""
+    return load_settings(GATEWAY_SCHEMA, file, environ, options=overrides, defaults=defaults).settings
 
 
 def resolve_secret(environ: Mapping[str, str], variable: str | None, setting: str) -> str | None:
@@ -230,82 +279,6 @@ def resolve_secret(environ: Mapping[str, str], variable: str | None, setting: st
         raise ConfigError(
             f"{setting} names the variable {variable}, which is not set or holds no valid key."
         ) from None
-
-
-def _read_yaml(file: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        content: object = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}.") from None
-    except UnicodeError:
-        raise ConfigError(f"{file} is not UTF-8 text.") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = "" if mark is None else f" at line {mark.line + 1}"
-        raise ConfigError(
-            f"{file} is not YAML{line}: {getattr(error, 'problem', 'it cannot be read')}."
-        ) from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} should hold sections such as `server:` and `models:`.")
-    return cast("dict[str, Any]", content)
-
-
-def _parse_variable_name(variable: str) -> list[str] | None:
-    """The path of the setting that a variable names; None if it names none."""
-    rest = variable.removeprefix(ENV_PREFIX)
-    if rest == variable or ("__" not in rest and rest != "MODELS"):
-        return None
-    return rest.lower().split("__")
-
-
-def _set_at_path(tree: dict[str, Any], path: Sequence[str], value: object) -> None:
-    for name in path[:-1]:
-        below: object = tree.get(name)
-        if not isinstance(below, dict):
-            below = tree[name] = {}
-        tree = cast("dict[str, Any]", below)
-    tree[path[-1]] = value
-
-
-def _find_setting_type(path: Sequence[str], variable: str) -> Any:
-    """The type of the setting at a path."""
-    kind: Any = GatewayConfig
-    for depth, name in enumerate(path):
-        if not _is_section(kind):
-            raise ConfigError(f"{variable}: {'.'.join(path[:depth])} has no settings below it.")
-        hints = get_type_hints(kind, include_extras=True)
-        if name not in hints:
-            raise ConfigError(f"{variable}: {_describe_unknown_setting(name, hints, '.'.join(path[:depth]))}")
-        kind = hints[name]
-    return kind
-
-
-def _parse_variable(kind: Any, text: str, variable: str) -> object:
-    """Convert the text of a variable to what the file would hold."""
-    plain, optional = _unwrap_optional(kind)
-    if optional and text.strip().lower() in ("", "null", "none"):
-        return None
-    if get_origin(plain) is tuple or _is_section(plain):
-        return _parse_structured_variable(plain, text, variable)
-    if plain is str or get_origin(plain) is Literal:
-        return text
-    try:
-        return msgspec.convert(text.strip(), plain, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{variable}: {_format_validation_error(str(error))}") from None
-
-
-def _parse_structured_variable(kind: Any, text: str, variable: str) -> object:
-    if get_origin(kind) is tuple and get_args(kind)[0] is str and not text.lstrip().startswith("["):
-        return [part.strip() for part in text.split(",") if part.strip()]
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        raise ConfigError(f"{variable} should hold JSON.") from None
 
 
 # ---- consistency checks --------------------------------------------------------------------------------------
@@ -329,14 +302,21 @@ def _find_problems(config: GatewayConfig) -> Iterator[str]:
         yield f"compaction.{problem}"
     if config.compaction.keys_env is not None and config.compaction.keys_file is not None:
         yield "compaction.keys_env: it excludes keys_file; set only one of them."
-    if not config.storage.url.startswith(_SQLITE_PREFIX) or config.storage.url == _SQLITE_PREFIX:
-        yield "storage.url: only sqlite:///FILE is supported."
+    yield from _find_storage_problems(config.storage)
     for name, enabled in (
         ("providers.file_search.enabled", config.providers.file_search.enabled),
         ("providers.web_search.enabled", config.providers.web_search.enabled),
     ):
         if enabled:
             yield f"{name}: this version does not support it yet; set it to false."
+
+
+def _find_storage_problems(settings: StorageSettings) -> Iterator[str]:
+    url = settings.url
+    if url is not None and settings.directory is not None:
+        yield "storage.url: it excludes directory; set only one of them."
+    if url is not None and (not url.startswith(_SQLITE_PREFIX) or url == _SQLITE_PREFIX):
+        yield "storage.url: only sqlite:///FILE is supported."
 
 
 def _find_telemetry_problems(settings: TelemetrySettings) -> Iterator[str]:
@@ -381,65 +361,10 @@ def _find_variable_problems(setting: str, variable: str | None) -> Iterator[str]
         yield f"{setting}: give the name of a variable, not its value."
 
 
-# ---- names and types --------------------------------------------------------------------------------------------
-
-
-def _resolve_alias(kind: Any) -> Any:
-    while True:
-        if isinstance(kind, TypeAliasType):
-            kind = kind.__value__
-        elif get_origin(kind) is Annotated and _is_section(get_args(kind)[0]):
-            kind = get_args(kind)[0]
-        else:
-            return kind
-
-
-def _unwrap_optional(kind: Any) -> tuple[Any, bool]:
-    kind = _resolve_alias(kind)
-    if isinstance(kind, UnionType) and NoneType in get_args(kind):
-        return _resolve_alias(next(part for part in get_args(kind) if part is not NoneType)), True
-    return kind, False
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-
-
-def _check_names(tree: object, kind: Any, where: str, path: str) -> None:
-    """Reject unknown settings, with a suggestion, and unknown choices. Raises ConfigError."""
-    if get_origin(kind) is Literal and isinstance(tree, str) and tree not in get_args(kind):
-        raise ConfigError(f"{where}: {path}: {tree[:200]!r} is not one of {', '.join(get_args(kind))}.")
-    if get_origin(kind) is tuple and isinstance(tree, list):
-        for number, element in enumerate(cast("list[object]", tree)):
-            _check_names(element, get_args(kind)[0], where, f"{path}[{number}]")
-    if not _is_section(kind) or not isinstance(tree, dict):
-        return
-    hints = get_type_hints(kind, include_extras=True)
-    section = cast("dict[str, object]", tree)
-    for name, value in [*section.items()]:
-        if name not in hints:
-            raise ConfigError(f"{where}: {_describe_unknown_setting(str(name), hints, path)}")
-        below, _ = _unwrap_optional(hints[name])
-        if value is None and (_is_section(below) or get_origin(below) is tuple):
-            del section[name]  # an empty section
-        else:
-            _check_names(value, below, where, f"{path}.{name}" if path else name)
-
-
-def _describe_unknown_setting(name: str, known: Mapping[str, Any], path: str) -> str:
-    full = f"{path}.{name}" if path else name
-    if f"{name}_env" in known:
-        return (
-            f"{full} must not be in the configuration: put it into a variable, and name that in {name}_env."
-        )
-    close = difflib.get_close_matches(name, known, n=1)
-    advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
-    return f"there is no setting {full[:200]}; {advice}"
-
-
-def _format_validation_error(text: str) -> str:
-    """msgspec's message with the setting first."""
-    message, _, path = text.partition(" - at ")
-    setting = path.strip("`").removeprefix("$").removeprefix(".")
-    message = message.replace("`", "").replace("Expected", "expected", 1).replace("Invalid", "invalid", 1)
-    return f"{setting}: {message}." if setting else f"{message}."
+GATEWAY_SCHEMA = ConfigSchema(
+    settings=GatewayConfig,
+    prefix="FUMEHOOD_",
+    example="sections such as `server:` and `models:`",
+    is_setting_variable=_names_setting,
+    find_problems=_find_problems,
+)

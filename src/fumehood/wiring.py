@@ -33,7 +33,13 @@ from fumehood.gateway import (
     RequestLog,
     log_to_logger,
 )
-from fumehood.gateway_config import CodeInterpreterSettings, ConfigError, GatewayConfig, resolve_secret
+from fumehood.gateway_config import (
+    CodeInterpreterSettings,
+    ConfigError,
+    GatewayConfig,
+    StorageLocation,
+    resolve_secret,
+)
 from fumehood.gateway_stats import GatewayStats
 from fumehood.http_server.asgi_exchange import Application
 from fumehood.interfaces import (
@@ -105,12 +111,19 @@ class SystemClock:
 
 @dataclass(frozen=True, slots=True)
 class AssembledGateway:
-    """A gateway that is ready to be served; `is_keyless` if it accepts requests without a key."""
+    """A gateway that is ready to be served.
+
+    is_keyless: whether it accepts requests without a key.
+    key_count: the number of valid keys; None if no key is ever required.
+    """
 
     app: Application
     runs: RunService
+    models: ModelProvider
     metrics: GatewayMetrics
+    location: StorageLocation
     is_keyless: bool
+    key_count: int | None
 
 
 async def serve(
@@ -149,19 +162,20 @@ async def assemble_gateway(
     clock = SystemClock()
     async with AsyncExitStack() as stack:
         stats = GatewayStats()
-        store = await _open_store(config, stats, stack)
+        location = config.storage.locate(environ)
+        store = await _open_store(location, stats, stack)
         authenticator = await _open_authentication(config, store, clock, stack)
         is_keyless = not isinstance(authenticator, ApiKeyAuthenticator) or authenticator.allows_anonymous
         _check_cors_origins(config, is_keyless)
-        blobs = await _open_blobs(config, store, clock, stack)
+        blobs = await _open_blobs(location.blobs, config.storage.min_free_bytes, store, clock, stack)
         files = await stack.enter_async_context(UploadFileService(store, blobs, clock, config.files))
         models = _open_models(config, clock, environ, stats, stack)
         telemetry = open_telemetry(config, environ, stats, stack)
         interpreter = config.providers.code_interpreter
         sandboxes = await _open_sandboxes(interpreter.settings, environ, stack, start=interpreter.enabled)
-        metrics = _build_metrics(config, stats, sandboxes)
+        metrics = _build_metrics(config, location, stats, sandboxes)
         stack.enter_context(EventLoopLagMonitor(metrics.loop_lag))
-        sealer = _build_sealer(config, environ)
+        sealer = _build_sealer(config, location, environ)
         containers = await stack.enter_async_context(
             SandboxContainerService(
                 sandboxes,
@@ -220,7 +234,8 @@ async def assemble_gateway(
             telemetry.export_metrics_page(_read_all_metrics(metrics, sandboxes, interpreter.enabled))
             # Read for the last time while the sandbox server still answers.
             stack.push_async_callback(telemetry.close_metrics_page)
-        yield AssembledGateway(app, runs, metrics, is_keyless)
+        key_count = authenticator.key_count if isinstance(authenticator, ApiKeyAuthenticator) else None
+        yield AssembledGateway(app, runs, models, metrics, location, is_keyless, key_count)
 
 
 def _check_cors_origins(config: GatewayConfig, is_keyless: bool) -> None:
@@ -263,10 +278,12 @@ def _build_limits(config: GatewayConfig, clock: Clock) -> RequestLimiter:
     )
 
 
-def _build_sealer(config: GatewayConfig, environ: Mapping[str, str]) -> AesGcmSealer:
+def _build_sealer(
+    config: GatewayConfig, location: StorageLocation, environ: Mapping[str, str]
+) -> AesGcmSealer:
     """Raises ConfigError."""
     settings = config.compaction
-    default_file = config.storage.database_path.with_name(config.storage.database_path.name + ".keys")
+    default_file = location.database.with_name(location.database.name + ".keys")
     source = settings.keys_env or settings.keys_file or str(default_file)
     try:
         if settings.keys_env is not None:
@@ -346,14 +363,16 @@ def _check_otel_variables(environ: Mapping[str, str]) -> None:
             raise ConfigError(f"{variable}: only http/protobuf is supported.")
 
 
-def _build_metrics(config: GatewayConfig, stats: GatewayStats, sandboxes: SandboxProvider) -> GatewayMetrics:
+def _build_metrics(
+    config: GatewayConfig, location: StorageLocation, stats: GatewayStats, sandboxes: SandboxProvider
+) -> GatewayMetrics:
     """A remote sandbox server serves its own metrics; those of the embedded one are included."""
     embedded = sandboxes if isinstance(sandboxes, LocalSandboxProvider) else None
     if not config.providers.code_interpreter.enabled:
         embedded = None
     return GatewayMetrics(
         stats,
-        disk_paths={"database": config.storage.database_path.parent, "blobs": Path(config.storage.blobs)},
+        disk_paths={"database": location.database.parent, "blobs": location.blobs},
         fetch_sandbox_metrics=None if embedded is None else embedded.metrics,
     )
 
@@ -373,11 +392,12 @@ def _read_all_metrics(
     return read_page
 
 
-async def _open_store(config: GatewayConfig, stats: GatewayStats, stack: AsyncExitStack) -> SqliteStore:
+async def _open_store(location: StorageLocation, stats: GatewayStats, stack: AsyncExitStack) -> SqliteStore:
     try:
-        store = await SqliteStore.open(config.storage.database_path, stats=stats.store)
+        store = await SqliteStore.open(location.database, stats=stats.store)
     except StoreOpenError as error:
-        raise StartupError(str(error)) from error
+        advice = ". Choose another directory with --data DIR." if isinstance(error.__cause__, OSError) else ""
+        raise StartupError(f"{error}{advice}") from error
     stack.push_async_callback(store.close)
     if orphaned := await store.fail_orphaned_responses():
         logger.warning("responses_lost", extra={"fields": {"number": orphaned}})
@@ -385,11 +405,10 @@ async def _open_store(config: GatewayConfig, stats: GatewayStats, stack: AsyncEx
 
 
 async def _open_blobs(
-    config: GatewayConfig, store: SqliteStore, clock: Clock, stack: AsyncExitStack
+    directory: Path, min_free_bytes: int, store: SqliteStore, clock: Clock, stack: AsyncExitStack
 ) -> GarbageCollectedBlobs:
-    directory = Path(config.storage.blobs)
     try:
-        disk = DiskBlobStore(directory, await store.get_database_id(), config.storage.min_free_bytes)
+        disk = DiskBlobStore(directory, await store.get_database_id(), min_free_bytes)
     except StoreOpenError as error:
         raise StartupError(str(error)) from error
     except OSError as error:

@@ -139,7 +139,7 @@ def test_the_configuration_is_one_that_the_gateway_takes(tmp_path: Path) -> None
     file = tmp_path / "fumehood.yaml"
     file.write_text(json.dumps(gateway_processes.write_configuration(tmp_path, "http://127.0.0.1:9", 8080)))
     taken = gateway_config.load_config(file, {})
-    assert taken.storage.url.removeprefix("sqlite:///") == str(gateway_processes.database_path(tmp_path))
+    assert taken.storage.locate({}).database == gateway_processes.database_path(tmp_path)
     assert taken.limits.concurrent_total > FULL.streams
 
 

@@ -21,8 +21,13 @@ TIMEOUT_SECONDS = 60.0
 
 
 @pytest.fixture(autouse=True)
-def isolated_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The data directory of these tests; nothing is written where they are started."""
+    directory = tmp_path / "share" / "fumehood"
+    monkeypatch.setenv("XDG_DATA_HOME", str(directory.parent))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return directory
 
 
 def run_keys(*arguments: str) -> CommandResult:
@@ -37,7 +42,7 @@ def read_all_bytes(directory: Path) -> bytes:
     return b"".join(file.read_bytes() for file in directory.glob("*.db*"))
 
 
-def test_a_key_is_created_listed_and_revoked(tmp_path: Path) -> None:
+def test_a_key_is_created_listed_and_revoked(data: Path) -> None:
     result = run_keys("create", "--tenant", "acme", "--name", "a lap-top", "--concurrent", "3")
     assert result.code == 0
     secret = result.out
@@ -48,7 +53,8 @@ def test_a_key_is_created_listed_and_revoked(tmp_path: Path) -> None:
     assert (key["tenant"], key["name"], key["limits"]) == ("acme", "a lap-top", {"concurrent": 3})
     assert secret.endswith(key["hint"])
     assert secret not in result.err + run_keys("list").out
-    assert secret.encode() not in read_all_bytes(tmp_path)
+    assert secret.encode() not in read_all_bytes(data)
+    assert list(Path().iterdir()) == []
     assert run_keys("revoke", key["id"]).code == 0
     assert list_keys()[0]["revoked_at"] is not None
     assert key["id"] in run_keys("list").out
@@ -88,7 +94,7 @@ def test_invalid_usage(arguments: list[str], words: str) -> None:
     result = run_keys(*arguments)
     assert result.code == 2
     assert words in result.err
-    assert not list(Path().glob("*.db"))
+    assert not list(Path().parent.rglob("*.db"))
 
 
 def test_revoke_does_not_print_an_unknown_id() -> None:
@@ -98,21 +104,64 @@ def test_revoke_does_not_print_an_unknown_id() -> None:
     assert secret not in result.err + result.out
 
 
+def test_reading_creates_no_database(tmp_path: Path, data: Path) -> None:
+    result = run_keys("list")
+    assert (result.code, result.out) == (0, "")
+    assert f"There are no keys: {data}/fumehood.db does not exist." in result.err
+    assert run_keys("list", "--json").streams[:2] == (0, "")
+    result = run_keys("revoke", "key_1f0c2a9be4d03377")
+    assert (result.code, f"{data}/fumehood.db does not exist" in result.err) == (1, True)
+    assert run_keys("list", "--data", str(tmp_path / "elsewhere")).code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["work"]
+    assert list(Path().iterdir()) == []
+
+
+def test_keys_in_a_directory_of_ones_own(tmp_path: Path) -> None:
+    directory = tmp_path / "here"
+    result = run_keys("create", "--data", str(directory))
+    assert f"in {directory}/fumehood.db" in result.err
+    assert len(list_keys("--data", str(directory))) == 1
+    config = tmp_path / "config.yaml"
+    config.write_text(f"storage: {{directory: {directory}}}\n")
+    assert len(list_keys("--config", str(config))) == 1
+    config.write_text(f"storage: {{url: 'sqlite:///{directory}/fumehood.db'}}\n")
+    assert len(list_keys("--config", str(config))) == 1
+    assert list_keys("--config", str(config), "--data", str(tmp_path / "other")) == []
+    assert list_keys() == []
+
+
+def test_an_earlier_database_in_the_working_directory_is_named() -> None:
+    Path("fumehood.db").touch()
+    for arguments in (["list"], ["create"]):
+        result = run_keys(*arguments)
+        assert f"{Path.cwd()}/fumehood.db is not used" in result.err
+        assert f"start with --data {Path.cwd()}." in result.err
+    assert "is not used" not in run_keys("list", "--data", ".").err
+
+
+def test_a_directory_that_others_own_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = run_keys("create", "--data", str(tmp_path / "file" / "data"))
+    assert (result.code, "cannot be opened" in result.err) == (125, True)
+
+
 def _downgrade_database(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA journal_mode = WAL")
         migrate(connection, MIGRATIONS[:1])
 
 
-def test_a_database_of_an_older_release_is_migrated() -> None:
-    _downgrade_database(Path("fumehood.db"))
+def test_a_database_of_an_older_release_is_migrated(data: Path) -> None:
+    data.mkdir(parents=True)
+    _downgrade_database(data / "fumehood.db")
     assert run_keys("create").code == 0
     assert len(list_keys()) == 1
 
 
-def test_a_database_in_use_by_another_release_is_not_opened() -> None:
-    _downgrade_database(Path("fumehood.db"))
-    with Path("fumehood.db.lock").open("w") as lock:
+def test_a_database_in_use_by_another_release_is_not_opened(data: Path) -> None:
+    data.mkdir(parents=True)
+    _downgrade_database(data / "fumehood.db")
+    with (data / "fumehood.db.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write("4711\n")
         lock.flush()

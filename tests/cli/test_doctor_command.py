@@ -87,11 +87,11 @@ def test_settings_from_the_environment(tmp_path: Path) -> None:
 
 
 def test_settings_from_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "sandbox.toml"
-    file.write_text(f'mode = "pod"\nguest_socket = "{tmp_path}/none"\ncapacity = 9\n')
+    file = tmp_path / "sandbox.yaml"
+    file.write_text(f"mode: pod\nguest_socket: {tmp_path}/none\ncapacity: 9\n")
     result = run("--config", file, "--json")
     assert (result.returncode, json.loads(result.stdout)["mode"]) == (1, "pod")
-    file.write_text('disk = "off"\n')
+    file.write_text("disk: off\n")
     result = run("--config", file)
     assert (result.returncode, result.stdout) == (2, "")
     assert "did you mean disks?" in " ".join(result.stderr.split())

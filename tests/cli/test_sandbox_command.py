@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from fumehood.cli.options import TOKEN_VARIABLE
+from fumehood.http_server.listening_sockets import ListenAddress, ListenError
 from tests.support.cli_runner import FUMEHOOD, TIMEOUT_SECONDS, run_command, run_fumehood
 from tests.support.descriptor_exhaustion import ask, exhaust_descriptors
 from tests.support.sandbox_runs import build_environment
@@ -157,9 +158,9 @@ ALLOWLIST = {"network": {"type": "allowlist", "allowed_domains": ["example.org"]
 
 def test_settings_from_a_file_and_from_variables(tmp_path: Path) -> None:
     """An option stands above a variable, which stands above the file."""
-    file = tmp_path / "sandbox.toml"
+    file = tmp_path / "sandbox.yaml"
     file.write_text(
-        'capacity = 5\ntenant_sandboxes = 1\negress = "allowlist"\negress_domains = ["example.net"]\npackages = false\n'
+        "capacity: 5\ntenant_sandboxes: 1\negress: allowlist\negress_domains: [example.net]\npackages: false\n"
     )
     environ = {
         "FUMEHOOD_SANDBOX_CAPACITY": "6",
@@ -188,8 +189,8 @@ def test_settings_from_a_file_and_from_variables(tmp_path: Path) -> None:
 
 def test_the_mode_of_the_server_overrides_the_common_variable(tmp_path: Path) -> None:
     """What `exec` reads as well stands below what was said of the server."""
-    file = tmp_path / "sandbox.toml"
-    file.write_text('mode = "namespaces"\n')
+    file = tmp_path / "sandbox.yaml"
+    file.write_text("mode: namespaces\n")
     with server(tmp_path, "--config", file, environ={"FUMEHOOD_MODE": "unsafe-degraded"}) as running:
         assert json.loads(running.ask("GET", "/health")[1])["mode"] == "namespaces"
     pod = command("--listen", "127.0.0.1:0", FUMEHOOD_SANDBOX_MODE="pod")
@@ -204,7 +205,7 @@ def test_a_setting_that_is_misspelt() -> None:
     result = command("--listen", "127.0.0.1:0", FUMEHOOD_SANDBOX_EGRESS_DOMAIN="example.org")
     assert (result.returncode, result.stdout) == (2, "")
     assert (
-        "FUMEHOOD_SANDBOX_EGRESS_DOMAIN: there is no such setting; did you mean egress_domains?"
+        "FUMEHOOD_SANDBOX_EGRESS_DOMAIN: there is no setting egress_domain; did you mean egress_domains?"
         in result.stderr
     )
 
@@ -318,6 +319,35 @@ def test_a_token_for_metrics(tmp_path: Path) -> None:
         result = run_command("sandbox", "--metrics-token-file", str(files["metrics"]), *other)
         assert result.code == 2
         assert expected in result.error_text
+
+
+def test_it_says_what_it_serves(tmp_path: Path) -> None:
+    """On standard error, below the address on standard output; with `--quiet` there is only the address."""
+    path = tmp_path / "sock"
+    text = ("--socket", path, "--log-format", "text", "--limits", "best-effort")
+    with server(tmp_path, *text, listen=False, environ={"FUMEHOOD_SANDBOX_EGRESS": "allowlist"}) as running:
+        assert running.ask("GET", "/health")[0] == 200
+    rows = dict(re.findall(r"^  (\w+) +(.+)$", running.log.read_text(), re.MULTILINE))
+    assert rows == {
+        "sandboxes": "limits best-effort: memory may not be limited, 0 kept warm, at most 256",
+        "token": "none, open to this machine",
+        "packages": "callers and code may install them",
+        "network": "allow-lists of any domain",
+        "try": f"curl --unix-socket {path} http://localhost/execute -H 'content-type: application/json' "
+        """-d '{"code": "print(6 * 7)"}'""",
+    }
+    with server(tmp_path, *text, "--quiet", "--log-level", "error", listen=False) as running:
+        assert running.ask("GET", "/health")[0] == 200
+    assert "  " not in running.log.read_text()
+
+
+def test_its_default_port_is_not_the_gateways(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: ListenAddress) -> None:
+        raise ListenError(f"asked for {address.host}:{address.port}")
+
+    monkeypatch.setattr("fumehood.http_server.listening_sockets.listen", refuse)
+    assert run_command("sandbox").err == "asked for 127.0.0.1:8090"
+    assert run_command("serve").err == "asked for 127.0.0.1:8080"
 
 
 def test_a_port_that_is_taken() -> None:

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import socket
+import subprocess
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -11,8 +12,13 @@ from typing import Any
 
 import pytest
 
+from fumehood.gateway_config import GatewayConfig
 from tests.support import gateway_process
-from tests.support.cli_runner import CommandResult, run_command, run_fumehood
+from tests.support.cli_runner import FUMEHOOD, CommandResult, run_command, run_fumehood
+from tests.support.gateway_process import ScriptedModelServer
+from tests.support.raw_model_server import document
+from tests.support.sandbox_runs import build_environment
+from tests.support.waiting import becomes_true
 
 SETTINGS = "FUMEHOOD_PROVIDERS__CODE_INTERPRETER__SETTINGS__"
 NO_CODE: dict[str, Any] = {"providers": {"code_interpreter": {"enabled": False}}}
@@ -118,8 +124,8 @@ def test_a_port_that_is_taken() -> None:
 
 
 def test_it_does_not_start_without_isolation(tmp_path: Path) -> None:
-    nowhere = tmp_path / "settings.toml"
-    nowhere.write_text('mode = "pod"\nguest_socket = "/nonexistent/guest.sock"\n')
+    nowhere = tmp_path / "settings.yaml"
+    nowhere.write_text("mode: pod\nguest_socket: /nonexistent/guest.sock\n")
     environ = {f"{SETTINGS}SANDBOX_CONFIG": str(nowhere)}
     error = start_and_fail("--port", "0", cwd=tmp_path, **environ)
     assert "`fumehood doctor` says what to do." in error
@@ -175,3 +181,164 @@ def test_two_servers_do_not_share_a_database(tmp_path: Path) -> None:
     with gateway_process.run_gateway(tmp_path, NO_CODE):
         error = start_and_fail("--config", str(tmp_path / "config.json"), "--port", "0", cwd=tmp_path)
     assert "gateway.db" in error
+
+
+# --- what it says when it is ready --------------------------------------------------------------------
+
+
+def start_and_stop(*options: str, cwd: Path, **environ: str) -> tuple[str, str]:
+    """What a server says until it has listed its models, on each stream."""
+    log = cwd / "stderr"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [FUMEHOOD, "serve", "--port", "0", *options],
+            cwd=cwd,
+            env={**build_environment(), **environ},
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    assert process.stdout is not None
+    with process.stdout as stdout:
+        first = stdout.readline()
+        assert "--quiet" in options or becomes_true(lambda: "sandboxes" in log.read_text(), 30), (
+            log.read_text()
+        )
+        process.terminate()
+        assert process.wait(60) == 0
+        return first + stdout.read(), log.read_text()
+
+
+NO_SANDBOXES = {"FUMEHOOD_PROVIDERS__CODE_INTERPRETER__ENABLED": "false"}
+
+
+def test_it_says_what_it_serves(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    out, err = start_and_stop(cwd=tmp_path, XDG_DATA_HOME=str(data), FUMEHOOD_SANDBOX_PRELOAD="")
+    (url,) = re.findall(r"Serving the Responses API on (http://127\.0\.0\.1:\d+)/v1\n", out)
+    rows = dict(re.findall(r"^  (\w+) +(.+)$", err, re.MULTILINE))
+    assert rows.keys() == {"models", "data", "keys", "sandboxes", "try"}
+    assert rows["models"].startswith("direct, which runs the code it is sent")
+    assert rows["data"] == str(data / "fumehood")
+    assert rows["keys"].startswith("none, open to this machine; `fumehood keys create` creates one")
+    assert rows["sandboxes"].startswith("on this host, mode namespaces, limits ")
+    assert rows["sandboxes"].endswith(", 4 kept warm, at most 256")
+    assert rows["try"].startswith(f"curl {url}/v1/responses -H 'content-type: application/json' -d '{{")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "stderr"]
+    assert (data / "fumehood").stat().st_mode & 0o777 == 0o700
+
+
+def test_it_names_the_models_of_the_server_and_the_keys(tmp_path: Path) -> None:
+    database = tmp_path / "here" / "fumehood.db"
+    assert run_command("keys", "create", "--data", "here").code == 0
+    assert database.exists()
+    with ScriptedModelServer() as models:
+        listed = {"object": "list", "data": [{"id": "qwen3"}, {"id": "llama\x1b[2J"}]}
+        models.script(document(json.dumps(listed).encode()))
+        _, err = start_and_stop("--upstream", models.url, "--data", "here", cwd=tmp_path, **NO_SANDBOXES)
+    rows = dict(re.findall(r"^  (\w+) +(.+)$", err, re.MULTILINE))
+    assert rows["models"].startswith("qwen3, llama")
+    assert rows["models"].endswith(f"(from {models.url})")
+    assert "\x1b" not in err
+    assert rows["data"] == str(tmp_path / "here")
+    assert rows["keys"] == "required; there is one. `fumehood keys create --data here` creates another"
+    assert rows["sandboxes"] == "off (providers.code_interpreter.enabled is false)"
+    assert '-H "authorization: Bearer $OPENAI_API_KEY"' in rows["try"]
+    assert '"model": "qwen3"' in rows["try"]
+
+
+def test_a_model_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nowhere = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    _, err = start_and_stop("--upstream", nowhere, cwd=tmp_path, **NO_SANDBOXES)
+    assert f"* (from {nowhere}, which lists none now)" in err
+
+
+def test_quiet_and_json_leave_only_the_address(tmp_path: Path) -> None:
+    out, err = start_and_stop(
+        "--quiet", cwd=tmp_path, FUMEHOOD_TELEMETRY__LOG_LEVEL="warning", **NO_SANDBOXES
+    )
+    assert re.fullmatch(r"Serving the Responses API on http://127\.0\.0\.1:\d+/v1\n", out)
+    assert err == ""
+    out, err = start_and_stop(cwd=tmp_path, FUMEHOOD_TELEMETRY__LOG_FORMAT="json", **NO_SANDBOXES)
+    assert out.count("\n") == 1
+    lines = [json.loads(line) for line in err.splitlines()]
+    (serving,) = [line for line in lines if line["event"] == "serving"]
+    assert serving["where"] in out
+    assert serving.keys() >= {"models", "data", "keys", "sandboxes"}
+
+
+def test_an_earlier_database_in_the_working_directory_is_named(tmp_path: Path) -> None:
+    old = tmp_path / "fumehood.db"
+    old.touch()
+    _, err = start_and_stop(cwd=tmp_path, XDG_DATA_HOME=str(tmp_path / "data"), **NO_SANDBOXES)
+    assert f"{old} is not used: the data is in {tmp_path}/data/fumehood." in err
+    assert f"start with --data {tmp_path}." in err
+    assert old.stat().st_size == 0
+    _, err = start_and_stop("--data", ".", cwd=tmp_path, **NO_SANDBOXES)
+    assert "is not used" not in err
+    assert old.stat().st_size > 0
+
+
+def test_earlier_blobs_in_the_working_directory_are_named(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "owner").touch()
+    (tmp_path / "data").mkdir()
+    _, err = start_and_stop(
+        cwd=tmp_path, FUMEHOOD_STORAGE__URL=f"sqlite:///{tmp_path}/data/x.db", **NO_SANDBOXES
+    )
+    assert f"{tmp_path}/blobs is not used: files are in {tmp_path}/data/blobs." in err
+
+
+def test_a_data_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    error = start_and_fail("--port", "0", "--data", "file/data", cwd=tmp_path, **NO_SANDBOXES)
+    assert "file/data/fumehood.db cannot be opened" in error
+    assert "Choose another directory with --data DIR." in error
+
+
+# --- limits -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "file", "limits"),
+    [
+        ([], {}, "", "enforced"),
+        (["--limits", "best-effort"], {}, "", "best-effort"),
+        ([], {"FUMEHOOD_LIMITS": "best-effort"}, "", "best-effort"),
+        ([], {f"{SETTINGS}SANDBOX_LIMITS": "best-effort"}, "", "best-effort"),
+        ([], {f"{SETTINGS}SANDBOX_LIMITS": "enforced", "FUMEHOOD_LIMITS": "best-effort"}, "", "enforced"),
+        ([], {"FUMEHOOD_LIMITS": "best-effort"}, "{sandbox_limits: enforced}", "enforced"),
+        (["--limits", "best-effort"], {}, "{sandbox_limits: enforced}", "best-effort"),
+        (["--limits", "enforced"], {f"{SETTINGS}SANDBOX_LIMITS": "best-effort"}, "", "enforced"),
+    ],
+)
+def test_limits_by_option_by_variable_and_by_setting(
+    options: list[str], environ: dict[str, str], file: str, limits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The specific name overrides the one that all commands read; an option overrides both."""
+    found: list[str] = []
+
+    def record(settings: GatewayConfig, *_: object) -> None:
+        found.append(settings.providers.code_interpreter.settings.sandbox_limits)
+
+    monkeypatch.setattr("fumehood.cli.serve_command._run", record)
+    monkeypatch.delenv("FUMEHOOD_LIMITS", raising=False)
+    if file:
+        Path("config.yaml").write_text(f"providers: {{code_interpreter: {{settings: {file}}}}}")
+        options = [*options, "--config", "config.yaml"]
+    assert run_serve(*options, **environ).code == 0
+    assert found == [limits]
+
+
+def test_limits_reach_the_sandboxes(tmp_path: Path) -> None:
+    out, err = start_and_stop("--limits", "best-effort", cwd=tmp_path, FUMEHOOD_SANDBOX_PRELOAD="")
+    assert out.startswith("Serving")
+    assert "limits best-effort: memory may not be limited" in err
+
+
+def test_limits_of_another_server_are_its_own() -> None:
+    result = run_serve("--limits", "best-effort", **{f"{SETTINGS}SANDBOX_URL": "http://127.0.0.1:1"})
+    assert result.code == 2
+    assert "cannot be combined with sandbox_url: that server decides" in result.error_text
+    assert run_serve("--limits", "some").code == 2

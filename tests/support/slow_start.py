@@ -11,7 +11,7 @@ class SlowStart:
     """`config` is a pipe: whoever opens it to read waits until the test writes."""
 
     def __init__(self, directory: Path) -> None:
-        self.config = directory / "sandbox.toml"
+        self.config = directory / "sandbox.yaml"
         os.mkfifo(self.config)
 
     @contextmanager

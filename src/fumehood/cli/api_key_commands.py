@@ -4,7 +4,6 @@ The gateway may be running; it notices changes within seconds.
 """
 
 import asyncio
-import os
 import re
 import sys
 import time
@@ -14,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from fumehood.cli.options import EXIT_UNAVAILABLE, CommandFailed, exit_on_error
+from fumehood.cli.options import (
+    EXIT_UNAVAILABLE,
+    CommandFailed,
+    DataOption,
+    GatewayConfigOption,
+    exit_on_error,
+    find_unused_data,
+    load_gateway_config,
+    locate_data,
+)
 from fumehood.cli.terminal_output import (
     JsonOption,
     TableColumns,
@@ -22,6 +30,7 @@ from fumehood.cli.terminal_output import (
     format_text,
     format_time,
     print_list,
+    print_message,
 )
 
 if TYPE_CHECKING:
@@ -40,15 +49,6 @@ app = typer.Typer(
 
 type _StoreAction[T] = Callable[["ApiKeyStore"], Awaitable[T]]
 
-GatewayConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        envvar="FUMEHOOD_CONFIG",
-        help="The gateway's settings; storage.url locates the database.",
-    ),
-]
-
 
 def _limit_option(help_text: str) -> Any:
     return typer.Option(metavar="N", min=1, show_default="the server's", help=help_text)
@@ -58,6 +58,7 @@ def _limit_option(help_text: str) -> Any:
 @exit_on_error()
 def create(
     config: GatewayConfigOption = None,
+    data: DataOption = None,
     tenant: Annotated[
         str | None,
         typer.Option(
@@ -112,10 +113,11 @@ def create(
         ),
         scopes=_parse_scopes(scope),
     )
-    _run_with_store(config, lambda store: store.add_api_key(key))
+    database = _find_database(config, data)
+    _run_with_store(database, lambda store: store.add_api_key(key))
     print(secret)
     print(
-        f"Created {key.id} of tenant {key.tenant}. The secret above is not stored: save it now.",
+        f"Created {key.id} of tenant {key.tenant} in {database}. The secret above is not stored: save it now.",
         file=sys.stderr,
     )
 
@@ -124,12 +126,21 @@ def create(
 @exit_on_error()
 def list_keys(
     config: GatewayConfigOption = None,
+    data: DataOption = None,
     json: JsonOption = False,
 ) -> None:
     """List all keys, including revoked ones, without their secrets."""
-    keys = _run_with_store(config, lambda store: store.list_api_keys())
-    rows = [_to_row(key) for key in keys]
-    message = "There are no keys; create one with `fumehood keys create`."
+    database = _find_database(config, data)
+    rows: list[TableRow] = []
+    if _exists(database):
+        keys = _run_with_store(database, lambda store: store.list_api_keys())
+        rows = [_to_row(key) for key in keys]
+        message = f"There are no keys in {database}; create one with `fumehood keys create`."
+    else:
+        message = (
+            f"There are no keys: {database} does not exist. `fumehood keys create` and `fumehood serve` create it; if "
+            "your data is elsewhere, use --data DIR or --config FILE."
+        )
     print_list(rows, False, _COLUMNS, as_json=json, empty_message=message)
 
 
@@ -138,23 +149,43 @@ def list_keys(
 def revoke(
     key: Annotated[str, typer.Argument(metavar="ID", show_default=False, help="The id that `list` shows.")],
     config: GatewayConfigOption = None,
+    data: DataOption = None,
 ) -> None:
     """Revoke a key permanently. A running gateway rejects it within seconds; running requests continue."""
-    if not _run_with_store(config, lambda store: store.revoke_api_key(key, time.time())):
+    database = _find_database(config, data)
+    if not _exists(database):
+        raise CommandFailed(
+            f"There is no such key: {database} does not exist. Use --data DIR or --config FILE."
+        )
+    if not _run_with_store(database, lambda store: store.revoke_api_key(key, time.time())):
         # Do not echo the argument: it may be a secret.
-        raise CommandFailed("There is no such key, or it is already revoked; see `fumehood keys list`.")
+        raise CommandFailed(
+            f"There is no such key in {database}, or it is already revoked; see `fumehood keys list`."
+        )
     print(f"Revoked {key}.", file=sys.stderr)
 
 
-def _run_with_store[T](file: Path | None, action: _StoreAction[T]) -> T:
-    from fumehood.gateway_config import ConfigError, load_config
+def _find_database(file: Path | None, data: Path | None) -> Path:
+    config = load_gateway_config(file, data)
+    location = locate_data(config)
+    if problem := find_unused_data(config, location):
+        print_message(problem)
+    return location.database
+
+
+def _exists(database: Path) -> bool:
+    try:
+        database.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise CommandFailed(f"{database} cannot be read: {error.strerror}.", EXIT_UNAVAILABLE) from error
+    return True
+
+
+def _run_with_store[T](path: Path, action: _StoreAction[T]) -> T:
     from fumehood.protocol.openai.api_errors import ApiError
     from fumehood.store import SqliteStore, StoreOpenError
-
-    try:
-        path = load_config(file, os.environ).storage.database_path
-    except ConfigError as error:
-        raise typer.BadParameter(str(error), param_hint="the configuration") from error
 
     async def run() -> T:
         store = await SqliteStore.open(path, shared=True)

@@ -8,6 +8,7 @@ import typer
 from fumehood import __version__
 from fumehood.cli import (
     api_key_commands,
+    config_commands,
     container_commands,
     doctor_command,
     file_commands,
@@ -63,6 +64,7 @@ app.command(
     short_help="Serve the Responses API, with a code interpreter.",
 )(serve_command.serve)
 app.add_typer(api_key_commands.app, name="keys", short_help="Manage the API keys of the gateway.")
+app.add_typer(config_commands.app, name="config", short_help="Check the configuration of a server.")
 app.add_typer(container_commands.app, name="containers")
 app.add_typer(file_commands.app, name="files")
 app.add_typer(

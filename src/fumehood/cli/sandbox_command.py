@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
+from fumehood.cli import start_banner
 from fumehood.cli.options import (
+    DEFAULT_POOL,
     EXIT_UNAVAILABLE,
     METRICS_TOKEN_VARIABLE,
     TOKEN_VARIABLE,
@@ -20,6 +22,7 @@ from fumehood.cli.options import (
     GuestSocketOption,
     LimitsOption,
     ModeOption,
+    QuietOption,
     SandboxConfigOption,
     exit_on_error,
     load_sandbox_settings,
@@ -51,7 +54,7 @@ def sandbox(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            show_default="127.0.0.1:8080, in mode pod 0.0.0.0:8080",
+            show_default="127.0.0.1:8090, in mode pod 0.0.0.0:8080",
             help="The address to listen on; port 0 picks a free one. Addresses other than loopback need a token.",
         ),
     ] = None,
@@ -71,7 +74,9 @@ def sandbox(
     mode: ModeOption = "namespaces",
     limits: LimitsOption = "enforced",
     guest_socket: GuestSocketOption = None,
-    pool: Annotated[int, typer.Option(metavar="N", min=0, help="How many sandboxes are kept warm.")] = 4,
+    pool: Annotated[
+        int, typer.Option(metavar="N", min=0, help="How many sandboxes are kept warm.")
+    ] = DEFAULT_POOL,
     capacity: Annotated[int, typer.Option(metavar="N", min=1, help="The maximum number of sandboxes.")] = 256,
     tenant_sandboxes: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="The maximum number of sandboxes per tenant.")
@@ -110,6 +115,7 @@ def sandbox(
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="The minimum level of the log.")
     ] = "info",
+    quiet: QuietOption = False,
 ) -> None:
     """Serve sandboxes over HTTP, with the protocol of docs/sandbox-protocol.md.
 
@@ -144,7 +150,8 @@ def sandbox(
             param_hint="--listen",
         )
     structured_logging.configure_logging(log_format, getattr(logging, log_level.upper()))
-    _run(settings, address, _Tokens(token, metrics_token), grace, exit_with_stdin)
+    shows_banner = log_format == "text" and not quiet
+    _run(settings, address, _Tokens(token, metrics_token), grace, exit_with_stdin, shows_banner)
 
 
 def _check_seconds(value: float, option: str) -> None:
@@ -160,7 +167,7 @@ def _parse_address(listen: str | None, socket: Path | None, mode: str) -> "Liste
             raise typer.BadParameter("--listen and --socket exclude each other", param_hint="--socket")
         return ListenAddress(path=socket)
     try:
-        return ListenAddress.parse(listen or ("0.0.0.0:8080" if mode == "pod" else "127.0.0.1:8080"))
+        return ListenAddress.parse(listen or ("0.0.0.0:8080" if mode == "pod" else "127.0.0.1:8090"))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--listen") from error
 
@@ -226,6 +233,7 @@ def _run(
     tokens: _Tokens,
     grace: float,
     exit_with_stdin: bool,
+    shows_banner: bool,
 ) -> None:
     from fumehood.http_server.listening_sockets import ListenError, listen
     from fumehood.sandbox_server.host.linux_capabilities import limit_supervisor_capabilities
@@ -239,7 +247,7 @@ def _run(
         limit_supervisor_capabilities()  # after binding a port, which may need more, and before any thread starts
         if exit_with_stdin:
             threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
-        _serve(settings, listener, tokens, grace)
+        _serve(settings, listener, tokens, grace, shows_banner)
     except IsolationUnavailable as error:
         text = f"This host cannot isolate code, so the server does not start. {error.reason}\n{error.advice}"
         raise CommandFailed(text, EXIT_UNAVAILABLE) from error
@@ -248,7 +256,11 @@ def _run(
 
 
 def _serve(
-    settings: "SandboxServerSettings", listener: "ListeningSocket", tokens: _Tokens, grace: float
+    settings: "SandboxServerSettings",
+    listener: "ListeningSocket",
+    tokens: _Tokens,
+    grace: float,
+    shows_banner: bool,
 ) -> None:
     import uvloop
 
@@ -256,6 +268,11 @@ def _serve(
 
     def ready() -> None:
         print(f"Serving sandboxes on {listener.url} (mode {settings.mode}).", flush=True)
+        if shows_banner:
+            has_token = tokens.token is not None
+            start_banner.print_banner(
+                start_banner.describe_sandbox_server(settings, listener.url, has_token=has_token)
+            )
 
     async def serve() -> None:
         await SandboxServer(settings, listener, **tokens._asdict(), grace_seconds=grace).run(ready)

@@ -5,15 +5,33 @@ import gc
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from fumehood.cli.options import EXIT_INVALID_USAGE, EXIT_UNAVAILABLE, CommandFailed, exit_on_error
+from fumehood.cli import start_banner
+from fumehood.cli.options import (
+    EXIT_INVALID_USAGE,
+    EXIT_UNAVAILABLE,
+    SANDBOX_LIMITS,
+    CommandFailed,
+    DataOption,
+    GatewayConfigOption,
+    LimitsOption,
+    QuietOption,
+    exit_on_error,
+    find_unused_data,
+    is_on_command_line,
+    load_gateway_config,
+    locate_data,
+)
 
 if TYPE_CHECKING:
     from fumehood.gateway_config import GatewayConfig
     from fumehood.http_server.listening_sockets import ListeningSocket
+    from fumehood.wiring import AssembledGateway
+
+logger = logging.getLogger(__name__)
 
 _GC_THRESHOLD = 20_000  # allocations before a collection of the youngest generation
 
@@ -31,12 +49,9 @@ Exit codes:
 
 @exit_on_error()
 def serve(
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", envvar="FUMEHOOD_CONFIG", help="Settings, as YAML; see docs/gateway.md."
-        ),
-    ] = None,
+    context: typer.Context,
+    config: GatewayConfigOption = None,
+    data: DataOption = None,
     host: Annotated[
         str | None, typer.Option(metavar="HOST", show_default="127.0.0.1", help="The address to listen on.")
     ] = None,
@@ -61,6 +76,7 @@ def serve(
         str | None,
         typer.Option(metavar="NAME", help="The environment variable with the API key of --upstream."),
     ] = None,
+    limits: LimitsOption = "enforced",
     allow_unauthenticated: Annotated[
         bool,
         typer.Option(
@@ -68,12 +84,14 @@ def serve(
             help="With auth.required: false, serve other machines without API keys.",
         ),
     ] = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Serve the Responses API over any model server, with a code interpreter.
 
     SIGTERM or Ctrl-C shuts it down gracefully, a second one at once.
     """
-    settings = _load_config(config, host, port, upstream, upstream_key_env)
+    options = _Options(host, port, upstream, upstream_key_env, limits)
+    settings = _load_config(context, config, data, options)
     if not (settings.server.is_loopback or settings.auth.required or allow_unauthenticated):
         raise typer.BadParameter(
             f"{settings.server.host} can be reached from other machines and auth.required is false: listen on "
@@ -85,31 +103,45 @@ def serve(
     structured_logging.configure_logging(
         settings.telemetry.log_format, logging.getLevelNamesMapping()[settings.telemetry.log_level.upper()]
     )
-    _run(settings)
+    if problem := find_unused_data(settings, locate_data(settings)):
+        logger.warning("%s", problem)
+    create_key = start_banner.keys_command(config, data)
+    _run(settings, _Banner(settings, create_key, quiet=quiet))
+
+
+class _Options(NamedTuple):
+    host: str | None
+    port: int | None
+    upstream: str | None
+    upstream_key_env: str | None
+    limits: str
 
 
 def _load_config(
-    file: Path | None, host: str | None, port: int | None, upstream: str | None, key_variable: str | None
+    context: typer.Context, file: Path | None, data: Path | None, options: _Options
 ) -> "GatewayConfig":
-    from fumehood.gateway_config import ConfigError, load_config
-
     overrides: dict[str, object] = {}
-    if host is not None:
-        overrides["server.host"] = host
-    if port is not None:
-        overrides["server.port"] = port
-    if upstream is not None:
-        model = {"match": "*", "base_url": upstream}
-        overrides["models"] = [model if key_variable is None else {**model, "api_key_env": key_variable}]
-    elif key_variable is not None:
+    if options.host is not None:
+        overrides["server.host"] = options.host
+    if options.port is not None:
+        overrides["server.port"] = options.port
+    if options.upstream is not None:
+        model = {"match": "*", "base_url": options.upstream}
+        key = {} if options.upstream_key_env is None else {"api_key_env": options.upstream_key_env}
+        overrides["models"] = [model | key]
+    elif options.upstream_key_env is not None:
         raise typer.BadParameter("requires --upstream", param_hint="--upstream-key-env")
-    try:
-        return load_config(file, os.environ, overrides)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error), param_hint="the configuration") from error
+    if not is_on_command_line(context, "limits"):
+        return load_gateway_config(file, data, overrides, defaults={SANDBOX_LIMITS: options.limits})
+    settings = load_gateway_config(file, data, {**overrides, SANDBOX_LIMITS: options.limits})
+    if settings.providers.code_interpreter.settings.sandbox_url is not None:
+        raise typer.BadParameter(
+            "cannot be combined with sandbox_url: that server decides", param_hint="--limits"
+        )
+    return settings
 
 
-def _run(settings: "GatewayConfig") -> None:
+def _run(settings: "GatewayConfig", banner: "_Banner") -> None:
     from fumehood.gateway_config import ConfigError
     from fumehood.http_server.listening_sockets import ListenAddress, ListenError, listen
     from fumehood.protocol.openai.api_errors import StorageCorrupted, StorageUnavailable
@@ -120,7 +152,7 @@ def _run(settings: "GatewayConfig") -> None:
     except ListenError as error:
         raise CommandFailed(str(error), EXIT_UNAVAILABLE) from error
     try:
-        _serve(settings, listener)
+        _serve(settings, listener, banner)
     except ConfigError as error:
         raise CommandFailed(str(error), EXIT_INVALID_USAGE) from error
     except (StartupError, StorageCorrupted, StorageUnavailable) as error:
@@ -129,7 +161,7 @@ def _run(settings: "GatewayConfig") -> None:
         listener.close()
 
 
-def _serve(settings: "GatewayConfig", listener: "ListeningSocket") -> None:
+def _serve(settings: "GatewayConfig", listener: "ListeningSocket", banner: "_Banner") -> None:
     import uvloop
 
     from fumehood.wiring import AssembledGateway, serve
@@ -140,29 +172,54 @@ def _serve(settings: "GatewayConfig", listener: "ListeningSocket") -> None:
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD, 20, 20)
-        print(
-            _format_welcome(listener.url, is_direct=not settings.models, needs_key=not gateway.is_keyless),
-            flush=True,
-        )
+        print(f"Serving the Responses API on {listener.url}/v1", flush=True)
+        banner.start(gateway, listener.url)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(settings, os.environ, listener.sock, ready))
 
 
-def _format_welcome(url: str, *, is_direct: bool, needs_key: bool) -> str:
-    lines = [f"Serving the Responses API on {url}/v1", "", "Try it:"]
-    key = ' -H "authorization: Bearer $OPENAI_API_KEY"' if needs_key else ""
-    if is_direct:
-        lines += [
-            f"  curl {url}/v1/responses{key} -H 'content-type: application/json' -d '",
-            '    {"model": "direct", "tools": [{"type": "code_interpreter"}], "stream": true,',
-            '     "input": "```python\\nprint(6 * 7)\\n```"}\'',
-            "",
-            "No model is configured: `direct` runs the code it is sent. Set a model server with --upstream URL.",
-        ]
-    else:
-        lines += [
-            f"  curl {url}/v1/models{key}",
-            f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={'fh-…' if needs_key else 'none'} python your_program.py",
-        ]
-    return "\n".join(lines)
+class _Banner:
+    """Says what the gateway serves: on standard error, or as an event of a JSON log.
+
+    create_key: the command that creates a key.
+    """
+
+    def __init__(self, config: "GatewayConfig", create_key: str, *, quiet: bool) -> None:
+        self._config = config
+        self._create_key = create_key
+        self._is_shown = config.telemetry.log_format == "text" and not quiet
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, gateway: "AssembledGateway", url: str) -> None:
+        """Show it, as soon as the model servers have listed their models; nothing waits for that."""
+        if self._is_shown:
+            self._task = asyncio.ensure_future(self._print(gateway, url))
+        else:
+            logger.info("serving", extra={"fields": {"where": f"{url}/v1", **self._describe(gateway, None)}})
+
+    async def _print(self, gateway: "AssembledGateway", url: str) -> None:
+        from fumehood.protocol.name_sanitizing import sanitize_name
+
+        listed = [sanitize_name(card.id) for card in await gateway.models.list_models()]
+        request = start_banner.suggest_request(
+            url,
+            listed[0] if listed else None,
+            runs_code=self._config.providers.code_interpreter.enabled,
+            needs_key=not gateway.is_keyless,
+        )
+        start_banner.print_banner({**self._describe(gateway, listed), "try": request})
+
+    def _describe(self, gateway: "AssembledGateway", listed: list[str] | None) -> dict[str, str]:
+        interpreter = self._config.providers.code_interpreter
+        return {
+            "models": start_banner.describe_models(self._config, listed),
+            "data": start_banner.describe_data(gateway.location),
+            "keys": start_banner.describe_keys(
+                gateway.key_count,
+                is_keyless=gateway.is_keyless,
+                is_loopback=self._config.server.is_loopback,
+                create=self._create_key,
+            ),
+            "sandboxes": start_banner.describe_sandboxes(interpreter.settings, enabled=interpreter.enabled),
+        }

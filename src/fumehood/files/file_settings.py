@@ -1,7 +1,7 @@
 """Settings of uploads and of files in requests."""
 
+from fumehood.configuration import ByteSize, Positive, Seconds, SettingsSection
 from fumehood.interfaces import FileTotals
-from fumehood.setting_types import Positive, Seconds, SettingsSection
 
 
 class UploadSettings(SettingsSection, frozen=True):
@@ -12,8 +12,8 @@ class UploadSettings(SettingsSection, frozen=True):
     extra_types: accepted beside the usual types.
     """
 
-    file_bytes: Positive = 2 << 30
-    tenant_bytes: Positive = 64 << 30
+    file_bytes: ByteSize = 2 << 30
+    tenant_bytes: ByteSize = 64 << 30
     tenant_files: Positive = 10_000
     concurrent_uploads: Positive = 16
     extra_types: tuple[str, ...] = ()
@@ -32,10 +32,10 @@ class InputSettings(SettingsSection, frozen=True):
     fetch_private_networks: private networks that URLs may name nevertheless.
     """
 
-    image_bytes: Positive = 20 << 20
-    file_bytes: Positive = 32 << 20
+    image_bytes: ByteSize = 20 << 20
+    file_bytes: ByteSize = 32 << 20
     fetch_urls: bool = False
-    fetch_bytes: Positive = 20 << 20
+    fetch_bytes: ByteSize = 20 << 20
     fetch_timeout: Seconds = 20.0
     fetch_private_networks: tuple[str, ...] = ()
     pass_urls: bool = False

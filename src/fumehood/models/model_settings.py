@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta, Raw
 
+from fumehood.configuration import Seconds
 from fumehood.protocol.openai.passthrough_fields import SAMPLING_FIELDS, reserved_fields
-from fumehood.setting_types import Seconds
 
 _EXAMPLE_URL = "http://127.0.0.1:8000/v1"
 _FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.:-]{0,63}")

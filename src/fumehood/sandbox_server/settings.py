@@ -4,11 +4,23 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from msgspec import Meta
+
+from fumehood.configuration import (
+    ByteSize,
+    NonNegative,
+    NonNegativeByteSize,
+    NonNegativeNumber,
+    Positive,
+    PositiveNumber,
+)
 from fumehood.protocol.sandbox.sandbox_messages import IsolationMode, LimitEnforcement
 
 type DiskMode = Literal["auto", "required", "off"]
+type TcpPort = Annotated[int, Meta(ge=1, le=65_535)]
+type UidBase = Annotated[int, Meta(ge=65_536, le=4_000_000_000)]  # where no other users are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,62 +88,62 @@ class SandboxServerSettings:
 
     mode: IsolationMode = "namespaces"
     limits: LimitEnforcement = "enforced"
-    pool: int = 1
-    capacity: int = 256
-    shards: int = 1
-    memory_total: int | None = None
-    cpus_total: float | None = None
-    cpus: float | None = 1.0
-    processes: int = 256
-    open_files: int = 4096
-    inodes: int = 100_000
-    file_bytes: int = 4 << 30
-    unpacked_members: int = 20_000
-    unpacked_bytes: int = 4 << 30
-    transfer_timeout: float = 3600.0
-    transfer_idle_timeout: float = 30.0
-    output_bytes: int = 1 << 20
-    display_bytes: int = 32 << 20
-    interrupt_grace: float = 1.5
-    start_timeout: float = 60.0
-    uid_base: int = 2_000_000_000
+    pool: NonNegative = 1
+    capacity: Positive = 256
+    shards: Positive = 1
+    memory_total: ByteSize | None = None
+    cpus_total: PositiveNumber | None = None
+    cpus: PositiveNumber | None = 1.0
+    processes: Positive = 256
+    open_files: Positive = 4096
+    inodes: Positive = 100_000
+    file_bytes: ByteSize = 4 << 30
+    unpacked_members: Positive = 20_000
+    unpacked_bytes: ByteSize = 4 << 30
+    transfer_timeout: PositiveNumber = 3600.0
+    transfer_idle_timeout: PositiveNumber = 30.0
+    output_bytes: ByteSize = 1 << 20
+    display_bytes: ByteSize = 32 << 20
+    interrupt_grace: NonNegativeNumber = 1.5
+    start_timeout: PositiveNumber = 60.0
+    uid_base: UidBase = 2_000_000_000
     preload: tuple[str, ...] = ("numpy", "pandas", "pyarrow", "matplotlib")
     guest_socket: Path | None = None
     packages: bool = True
     index_url: str | None = None
     find_links: Path | None = None
     packages_dir: Path | None = None
-    packages_bytes: int = 10 << 30
-    install_timeout: float = 300.0
-    tenant_sandboxes: int | None = None
-    tenant_memory: int | None = None
-    idle_seconds: float | None = 86_400.0
-    queued_executions: int = 32
-    retained_executions: int = 64
-    retained_output_bytes: int = 64 << 20
-    max_tombstones: int = 1000
-    tombstone_seconds: float = 600.0
-    connections: int = 2048
-    request_seconds: float = 60.0
-    request_bytes: int = 8 << 20
-    one_shot_bytes: int = 64 << 20
-    produced_files: int = 256
-    produced_bytes: int = 32 << 20
+    packages_bytes: ByteSize = 10 << 30
+    install_timeout: PositiveNumber = 300.0
+    tenant_sandboxes: Positive | None = None
+    tenant_memory: ByteSize | None = None
+    idle_seconds: NonNegativeNumber | None = 86_400.0
+    queued_executions: NonNegative = 32
+    retained_executions: NonNegative = 64
+    retained_output_bytes: NonNegativeByteSize = 64 << 20
+    max_tombstones: NonNegative = 1000
+    tombstone_seconds: NonNegativeNumber = 600.0
+    connections: Positive = 2048
+    request_seconds: PositiveNumber = 60.0
+    request_bytes: ByteSize = 8 << 20
+    one_shot_bytes: ByteSize = 64 << 20
+    produced_files: NonNegative = 256
+    produced_bytes: NonNegativeByteSize = 32 << 20
     egress: Literal["off", "allowlist"] = "off"
     egress_domains: tuple[str, ...] | None = None
-    egress_ports: tuple[int, ...] = (80, 443)
+    egress_ports: tuple[TcpPort, ...] = (80, 443)
     egress_private_networks: tuple[str, ...] = ()
     egress_hosts: Mapping[str, str] = field(default_factory=dict[str, str])
     egress_ca_file: Path | None = None
-    egress_connections: int = 32
-    egress_connections_total: int = 512
-    egress_idle_seconds: float = 120.0
-    egress_bytes: int | None = None
+    egress_connections: Positive = 32
+    egress_connections_total: Positive = 512
+    egress_idle_seconds: PositiveNumber = 120.0
+    egress_bytes: ByteSize | None = None
     disks: DiskMode = "auto"
     disk_dir: Path | None = None
-    disk_size_ratio: float = 0.5
-    disk_backing_ratio: float = 1.0
-    disk_reserve: int = 2 << 30
+    disk_size_ratio: PositiveNumber = 0.5
+    disk_backing_ratio: NonNegativeNumber = 1.0
+    disk_reserve: NonNegativeByteSize = 2 << 30
 
     def total_process_limit(self) -> int:
         """Enough for every sandbox to reach its own limit, but at most three quarters of the host's pids.

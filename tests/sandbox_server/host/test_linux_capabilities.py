@@ -66,8 +66,8 @@ class Running:
 
 @asynccontextmanager
 async def serving(directory: Path, **settings: Any) -> AsyncGenerator[Running]:
-    file = directory / "sandbox.toml"
-    file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items()))
+    file = directory / "sandbox.yaml"
+    file.write_text(json.dumps(settings))  # JSON is YAML
     command = [str(Path(sys.executable).parent / "fumehood"), "sandbox", "--listen", "127.0.0.1:0"]
     process = subprocess.Popen(
         [*command, "--pool", "1", "--preload", "", "--config", str(file)],
@@ -123,7 +123,7 @@ async def test_a_server_that_is_root_keeps_few_capabilities_and_works_with_them(
                 disk_size_ratio=1 / 64,
                 disk_reserve=0,
                 egress="allowlist",
-                **{f'egress_hosts."{DOMAIN}"': "127.0.0.1"},
+                egress_hosts={DOMAIN: "127.0.0.1"},
                 egress_private_networks=["127.0.0.0/8"],
                 egress_ports=[site.port],
             ) as running,
