@@ -20,7 +20,7 @@ class RunningGateway:
     """strict: a client that refuses whatever its own types do not know; client: one as most people have.
 
     The model is `scripted`. `far` is another gateway, which has no code interpreter and asks the same scripted model;
-    its models are `far` and `far-direct` here.
+    its models are `far` and `far-direct` here, and `far-native`, which gets the client's tools as they are.
     """
 
     process: GatewayProcess
@@ -68,9 +68,10 @@ def make_model_routes(model: ScriptedModelServer) -> list[dict[str, str]]:
 def make_chained_settings(far: GatewayProcess, model: ScriptedModelServer) -> dict[str, object]:
     """With the models of another gateway too."""
     behind = {"backend": "responses", "base_url": far.url}
-    further = [
+    further: list[dict[str, object]] = [
         {"match": "far", "name": "scripted", **behind},
         {"match": "far-direct", "name": "direct", **behind},
+        {"match": "far-native", "name": "scripted", "pass_tools": ["*"], **behind},
     ]
     return {**make_settings(model), "models": [*make_model_routes(model), *further]}
 

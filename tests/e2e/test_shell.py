@@ -190,13 +190,14 @@ def test_it_can_be_forced(gateway: RunningGateway) -> None:
 
 
 def test_a_local_shell_stays_the_clients(gateway: RunningGateway) -> None:
-    """A chat model is not told of it, as before; its items, given back, are."""
-    gateway.model.script(text_answer("Hello."))
-    response = gateway.strict.responses.create(
+    """Its calls are the client's to run; its items, given back, are shown to the model."""
+    gateway.model.script(commands("ls"))
+    response: Any = gateway.strict.responses.create(
         model="scripted", input="Hi", tools=[{"type": "shell", "environment": {"type": "local"}}]
     )
     assert response.tools[0].type == "shell"
-    assert "tools" not in gateway.model.requests[0].json
+    (call,) = response.output
+    assert (call.type, call.environment.type, call.action.commands) == ("shell_call", "local", ["ls"])
     gateway.model.script(text_answer("So be it."))
     items: Any = [
         {

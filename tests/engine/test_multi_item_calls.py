@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from fumehood.containers.container_service import SandboxContainerService
-from fumehood.protocol.openai.items import ShellCallOutput
+from fumehood.protocol.openai.items import LocalEnvironment, ShellCall, ShellCallOutput
 from fumehood.protocol.openai.stream_events import ShellCallOutputDelta, StreamEvent
 from fumehood.protocol.sandbox.sandbox_messages import Stdout
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
@@ -80,9 +80,11 @@ async def test_one_that_is_cancelled_while_it_runs() -> None:
         assert getattr(called, "status", None) == "completed"
 
 
-async def test_the_clients_own_shell_is_passed_by() -> None:
-    async with house() as at, ScriptedModel(says("Hello.")) as model:
-        await EngineHarness(model, [at.shell]).create(tools=[{"type": "shell"}])
+async def test_the_clients_own_shell_is_its_own() -> None:
+    async with house() as at, ScriptedModel(calls("shell", {"commands": ["ls"]})) as model:
+        response = await EngineHarness(model, [at.shell]).create(tools=[{"type": "shell"}])
         (request,) = model.requests
-        assert [spec.type for spec in request.other_tools] == ["shell"]
-        assert not request.function_tools
+        assert [spec.name for spec in request.function_tools] == ["shell"]
+        (called,) = response.output
+        assert isinstance(called, ShellCall)
+        assert called.environment == LocalEnvironment()

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fumehood.protocol.model_turns import ModelReasoningEnded
+from fumehood.protocol.model_turns import ModelProfile, ModelReasoningEnded
 from fumehood.protocol.openai.api_errors import (
     InvalidRequest,
 )
@@ -139,22 +139,22 @@ async def test_unknown_tools_are_tolerated_and_shown() -> None:
         {"type": "namespace", "name": "n", "x": [1]},
         {"type": "web_search", "external_web_access": False},
     ]
-    async with ScriptedModel(says("ok")) as model:
+    async with ScriptedModel(says("ok"), profile=ModelProfile(passed_tools=("*",))) as model:
         response = await EngineHarness(model, [EchoTool()]).create(tools=[*tools, ECHO])
     assert [msgspec.json.decode(tool) for tool in response.tools] == [*tools, {"type": "echo", "shown": True}]
     assert [function.name for function in model.requests[0].function_tools] == ["echo"]
-    assert [msgspec.json.decode(tool.raw) for tool in model.requests[0].other_tools] == tools
+    assert [msgspec.json.decode(tool.raw) for tool in model.requests[0].server_tools] == tools
 
 
 async def test_unknown_tools_may_be_allowed() -> None:
     search, other = {"type": "web_search"}, {"type": "namespace", "name": "n"}
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [search, ECHO]}
-    async with ScriptedModel(says("ok")) as model:
+    async with ScriptedModel(says("ok"), profile=ModelProfile(passed_tools=("*",))) as model:
         await EngineHarness(model, [EchoTool()]).create(
             tools=[search, other, ECHO, FUNCTION], tool_choice=allowed
         )
     assert [function.name for function in model.requests[0].function_tools] == ["echo"]
-    assert [tool.type for tool in model.requests[0].other_tools] == ["web_search"]
+    assert [tool.type for tool in model.requests[0].server_tools] == ["web_search"]
 
 
 async def test_sealed_reasoning_is_found_again_by_its_id() -> None:

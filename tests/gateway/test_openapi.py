@@ -84,6 +84,7 @@ def test_it_fits_the_types() -> None:
     assert set(schemas["Response"]["properties"]) - set(schemas["Response"]["required"]) == {
         "user",
         "conversation",
+        "fumehood:warnings",
     }
     content = DOCUMENT["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]
     told = content["text/event-stream"]["x-event-schema"]["discriminator"]["mapping"]

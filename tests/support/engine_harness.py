@@ -13,7 +13,13 @@ from fumehood.engine.run_service import EngineRun, EngineRunService
 from fumehood.gateway_stats import GatewayStats
 from fumehood.interfaces import AttachmentLoader, Caller, HostedTool, Run, Sealer
 from fumehood.protocol.openai.items import OutputMessage, OutputText, ProducedFile
-from fumehood.protocol.openai.responses import CreateResponse, Response, Usage
+from fumehood.protocol.openai.responses import (
+    CompactedResponse,
+    CreateResponse,
+    InputTokenCount,
+    Response,
+    Usage,
+)
 from fumehood.protocol.openai.stream_events import StreamEvent
 from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, SingleBackendProvider
 
@@ -55,14 +61,23 @@ class EngineHarness:
 
     async def start(self, tenant: str = "", **body: Any) -> EngineRun:
         body = {"model": "scripted", "input": "Hi", "stream": True} | body
-        request = msgspec.json.decode(msgspec.json.encode(body), type=CreateResponse)
-        return await self.runs.start(request, Caller(tenant))
+        return await self.runs.start(_decode_request(body), Caller(tenant))
+
+    async def count_tokens(self, **body: Any) -> InputTokenCount:
+        return await self.runs.count_tokens(_decode_request(body), Caller(""))
+
+    async def compact(self, **body: Any) -> CompactedResponse:
+        return await self.runs.compact(_decode_request(body), Caller(""))
 
     async def stream(self, **body: Any) -> list[StreamEvent]:
         return await collect_events(await self.start(**body))
 
     async def create(self, **body: Any) -> Response:
         return await (await self.start(**body, stream=False)).wait()
+
+
+def _decode_request(body: dict[str, Any]) -> CreateResponse:
+    return msgspec.json.decode(msgspec.json.encode(body), type=CreateResponse)
 
 
 def make_usage(output: int) -> Usage:

@@ -145,6 +145,7 @@ class ScriptedRun:
         retain_bytes: int = 0,
     ) -> None:
         self.response = response
+        self.warnings: Sequence[str] = response.warnings or ()
         self.cancelled: str | None = None
         self.ended = asyncio.Event()
         self._emitted_count = 0

@@ -88,7 +88,7 @@ def turn(events: list[AnyModelEvent], *entries: ConversationEntry, **more: Any) 
         instructions="Be brief.",
         segments=[ConversationSegment(tuple(entries))],
         function_tools=[function],
-        other_tools=[ToolSpec("web_search", None, b"{}")],
+        server_tools=[ToolSpec("web_search", None, b"{}")],
         **more,
     )
     record = start_turn(request)

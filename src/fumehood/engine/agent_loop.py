@@ -222,7 +222,7 @@ class AgentLoop:
             if self._incomplete_reason or not turn.needs_next_turn:
                 await self._compact_after_answer(number, turn)
                 return
-            self._new_segments.append(ConversationSegment((*turn.entries, *turn.unknown_call_entries)))
+            self._new_segments.append(ConversationSegment((*turn.entries, *turn.rejected_call_entries)))
             if self._count_remaining_tokens() == 0:
                 self._incomplete_reason = "max_output_tokens"
                 return
@@ -310,7 +310,7 @@ class AgentLoop:
             and not self._incomplete_reason
             and not turn.client_call_count
         ):
-            self._new_segments.append(ConversationSegment((*turn.entries, *turn.unknown_call_entries)))
+            self._new_segments.append(ConversationSegment((*turn.entries, *turn.rejected_call_entries)))
             await self._compact_if_needed(number, self._compaction_threshold, continues=False)
 
     async def _compact_if_needed(self, number: int, limit: int, *, continues: bool) -> None:

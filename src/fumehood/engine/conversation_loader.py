@@ -15,6 +15,12 @@ from fumehood.protocol.conversation import (
     conversation_size,
 )
 from fumehood.protocol.openai.api_errors import InvalidRequest, PreviousResponseNotFound
+from fumehood.protocol.openai.client_tools import (
+    CLIENT_TOOL_BY_ITEM,
+    complete_call_ids,
+    peek_call_id,
+    read_client_call,
+)
 from fumehood.protocol.openai.ids import new_id, new_item_id
 from fumehood.protocol.openai.items import InputItem, InputText, peek_item
 from fumehood.protocol.openai.responses import CreateResponse
@@ -102,6 +108,7 @@ class ConversationLoader:
         stored: Mapping[str, ConversationEntry],
         past: Sequence[ConversationSegment],
     ) -> tuple[ConversationEntry, ...]:
+        items = complete_call_ids(items, past[-1].entries if past else ())
         entries = tuple(
             [self._build_entry(item, stored, f"input[{number}]") for number, item in enumerate(items)]
         )
@@ -188,7 +195,7 @@ def _check_call_outputs(
         if entry.type in _OUTPUT_TYPE_BY_CALL and not _is_incomplete(entry)
     }
     answered = {_read_call_id(entry) for entry in newest if entry.type in _OUTPUT_TYPES}
-    missing = calls - outputs - answered
+    missing = calls - outputs - answered | _find_unanswered_client_calls(newest, visible)
     if missing:
         raise InvalidRequest(f"No tool output found for function call {min(missing)}.", param="input")
     unmatched = outputs - calls
@@ -208,6 +215,21 @@ def _check_call_outputs(
         raise InvalidRequest(
             f"No tool call found for function call output with call_id {min(unmatched)}.", param="input"
         )
+
+
+def _find_unanswered_client_calls(
+    newest: Sequence[ConversationEntry], visible: Sequence[tuple[int, ConversationEntry]]
+) -> set[str]:
+    """The calls of the last response that the client runs as a shell or patch, and that the input does not answer."""
+    awaited: set[str] = set()
+    for entry in newest:
+        if entry.turn and entry.exchange is None and entry.type in CLIENT_TOOL_BY_ITEM:
+            call = read_client_call(entry.type, entry.raw)
+            if call is not None and call.is_awaited:
+                awaited.add(call.call_id)
+    return awaited and awaited - {
+        peek_call_id(entry.raw) for _, entry in visible if entry.type.endswith("_call_output")
+    }
 
 
 def _is_incomplete(entry: ConversationEntry) -> bool:

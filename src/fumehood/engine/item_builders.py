@@ -1,18 +1,32 @@
 """Build output items, and the events that announce them, from the deltas that the model writes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
+from msgspec.structs import replace
 
+from fumehood.protocol.openai.client_tools import (
+    APPLY_PATCH,
+    LOCAL_SHELL,
+    SHELL,
+    parse_local_shell_action,
+    parse_patch_operation,
+    parse_shell_action,
+)
 from fumehood.protocol.openai.ids import new_id
 from fumehood.protocol.openai.items import (
     Annotation,
+    ApplyPatchCall,
+    ApplyPatchOperation,
     ContainerFileCitationAnnotation,
     CustomToolCall,
     FunctionCall,
     ItemStatus,
+    LocalEnvironment,
+    LocalShellAction,
+    LocalShellCall,
     MessagePhase,
     OutputItem,
     OutputMessage,
@@ -20,10 +34,15 @@ from fumehood.protocol.openai.items import (
     ReasoningItem,
     ReasoningText,
     Refusal,
+    ShellAction,
+    ShellCall,
     SummaryText,
     UrlCitationAnnotation,
 )
+from fumehood.protocol.openai.shell_commands import ShellCommandStream, make_command_events
 from fumehood.protocol.openai.stream_events import (
+    ApplyPatchDiffDelta,
+    ApplyPatchDiffDone,
     ContentPartAdded,
     ContentPartDone,
     CustomToolCallInputDelta,
@@ -255,46 +274,62 @@ class ReasoningBuilder:
 
 
 class ClientCallBuilder(ABC):
-    """Builds one call: its events, then its item."""
+    """Builds one call: its events, then its item.
 
-    def __init__(self, prefix: str, output_index: int, call_id: str, name: str) -> None:
+    index: the output index, once the item has begun. An item begins when nothing can make it meaningless any more.
+    """
+
+    def __init__(self, prefix: str, allocate_index: Callable[[], int], call_id: str, name: str) -> None:
         self.id = new_id(prefix)
-        self.index = output_index
+        self.index = -1
         self.call_id = call_id
         self.name = name
+        self._allocate_index = allocate_index
 
     @property
     @abstractmethod
     def arguments(self) -> str:
         """The arguments so far."""
 
-    def begin(self) -> StreamEvent:
-        return OutputItemAdded(output_index=self.index, item=self._build_item("in_progress"))
+    @property
+    def _has_begun(self) -> bool:
+        return self.index >= 0
+
+    def open(self) -> Sequence[StreamEvent]:
+        """The events of a call of which only the name is known."""
+        return ()
 
     @abstractmethod
     def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]: ...
 
+    @abstractmethod
     def end(self, status: ItemStatus) -> tuple[OutputItem, Sequence[StreamEvent]]:
-        item = self._build_item(status)
-        return item, [self._make_done_event(), OutputItemDone(output_index=self.index, item=item)]
+        """The item and its last events.
 
-    @abstractmethod
-    def _build_item(self, status: ItemStatus) -> OutputItem: ...
+        Raises ValueError, with a sentence for the model, if the arguments make no call and no item has begun.
+        """
 
-    @abstractmethod
-    def _make_done_event(self) -> StreamEvent: ...
+    def _begin(self, item: OutputItem) -> StreamEvent:
+        self.index = self._allocate_index()
+        return OutputItemAdded(output_index=self.index, item=item)
+
+    def _make_item_done(self, item: OutputItem) -> StreamEvent:
+        return OutputItemDone(output_index=self.index, item=item)
 
 
 class FunctionCallBuilder(ClientCallBuilder):
     """Builds a function call."""
 
-    def __init__(self, output_index: int, call_id: str, name: str) -> None:
-        super().__init__("fc", output_index, call_id, name)
+    def __init__(self, allocate_index: Callable[[], int], call_id: str, name: str) -> None:
+        super().__init__("fc", allocate_index, call_id, name)
         self._fragments: list[str] = []
 
     @property
     def arguments(self) -> str:
         return "".join(self._fragments)
+
+    def open(self) -> Sequence[StreamEvent]:
+        return [self._begin(self._build_item("in_progress"))]
 
     def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]:
         self._fragments += fragments
@@ -303,25 +338,30 @@ class FunctionCallBuilder(ClientCallBuilder):
             for delta in fragments
         ]
 
+    def end(self, status: ItemStatus) -> tuple[FunctionCall, Sequence[StreamEvent]]:
+        item = self._build_item(status)
+        done = FunctionCallArgumentsDone(item_id=self.id, output_index=self.index, arguments=item.arguments)
+        return item, [done, self._make_item_done(item)]
+
     def _build_item(self, status: ItemStatus) -> FunctionCall:
         return FunctionCall(
             id=self.id, call_id=self.call_id, name=self.name, arguments=self.arguments, status=status
         )
 
-    def _make_done_event(self) -> StreamEvent:
-        return FunctionCallArgumentsDone(item_id=self.id, output_index=self.index, arguments=self.arguments)
-
 
 class CustomCallBuilder(ClientCallBuilder):
     """Builds a call of a custom tool, which the model calls as a function with the string field `input`."""
 
-    def __init__(self, output_index: int, call_id: str, name: str) -> None:
-        super().__init__("ctc", output_index, call_id, name)
+    def __init__(self, allocate_index: Callable[[], int], call_id: str, name: str) -> None:
+        super().__init__("ctc", allocate_index, call_id, name)
         self._scanner = StringFieldScanner("input")
 
     @property
     def arguments(self) -> str:
         return self._scanner.text
+
+    def open(self) -> Sequence[StreamEvent]:
+        return [self._begin(self._build_item("in_progress"))]
 
     def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]:
         return [
@@ -329,17 +369,170 @@ class CustomCallBuilder(ClientCallBuilder):
             for delta in self._scanner.feed(fragments)
         ]
 
-    @property
-    def _input(self) -> str:
-        return self._scanner.value or ""
+    def end(self, status: ItemStatus) -> tuple[CustomToolCall, Sequence[StreamEvent]]:
+        item = self._build_item(status)
+        done = CustomToolCallInputDone(item_id=self.id, output_index=self.index, input=item.input)
+        return item, [done, self._make_item_done(item)]
 
     def _build_item(self, status: ItemStatus) -> CustomToolCall:
-        return CustomToolCall(
-            id=self.id, call_id=self.call_id, name=self.name, input=self._input, status=status
+        text = self._scanner.value or ""
+        return CustomToolCall(id=self.id, call_id=self.call_id, name=self.name, input=text, status=status)
+
+
+class ShellCallBuilder(ClientCallBuilder):
+    """Builds a call of the client's shell. It begins with its first command.
+
+    If the arguments are cut off or turn out to be invalid, only complete commands are handed to the client.
+    """
+
+    def __init__(self, allocate_index: Callable[[], int], call_id: str, name: str) -> None:
+        super().__init__("sh", allocate_index, call_id, name)
+        self._commands = ShellCommandStream()
+
+    @property
+    def arguments(self) -> str:
+        return self._commands.arguments
+
+    def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]:
+        pieces = self._commands.feed(fragments)
+        if not pieces:
+            return ()
+        events = [] if self._has_begun else [self._begin(self._build_item(ShellAction(), "in_progress"))]
+        return [*events, *self._commands.make_events(pieces, self.index)]
+
+    def end(self, status: ItemStatus) -> tuple[ShellCall, Sequence[StreamEvent]]:
+        events: list[StreamEvent] = []
+        try:
+            action = self._parse_action(status)
+        except ValueError:
+            if not self._has_begun:
+                raise
+            action, status = ShellAction(commands=self._commands.complete_commands), "incomplete"
+        if not self._has_begun:
+            events.append(self._begin(self._build_item(ShellAction(), "in_progress")))
+            events += make_command_events(action.commands, self.index)
+        item = self._build_item(action, status)
+        return item, [*events, self._make_item_done(item)]
+
+    def _parse_action(self, status: ItemStatus) -> ShellAction:
+        if status != "completed":
+            raise ValueError("the call was cut off")
+        action = parse_shell_action(self.arguments)
+        if self._has_begun and action.commands != self._commands.commands:
+            raise ValueError("the arguments name `commands` more than once")
+        return action
+
+    def _build_item(self, action: ShellAction, status: ItemStatus) -> ShellCall:
+        return ShellCall(
+            id=self.id, call_id=self.call_id, action=action, environment=LocalEnvironment(), status=status
         )
 
-    def _make_done_event(self) -> StreamEvent:
-        return CustomToolCallInputDone(item_id=self.id, output_index=self.index, input=self._input)
+
+class LocalShellCallBuilder(ClientCallBuilder):
+    """Builds a call of the client's `local_shell`, which has no events for its parts."""
+
+    def __init__(self, allocate_index: Callable[[], int], call_id: str, name: str) -> None:
+        super().__init__("lsh", allocate_index, call_id, name)
+        self._fragments: list[str] = []
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self._fragments)
+
+    def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]:
+        self._fragments += fragments
+        return ()
+
+    def end(self, status: ItemStatus) -> tuple[LocalShellCall, Sequence[StreamEvent]]:
+        if status != "completed":
+            raise ValueError("the call was cut off")
+        action = parse_local_shell_action(self.arguments)
+        begun = self._begin(LocalShellCall(id=self.id, call_id=self.call_id, action=LocalShellAction()))
+        item = LocalShellCall(id=self.id, call_id=self.call_id, action=action, status=status)
+        return item, [begun, self._make_item_done(item)]
+
+
+class ApplyPatchCallBuilder(ClientCallBuilder):
+    """Builds a call of `apply_patch`. It begins with its diff, once file and operation are known.
+
+    If the arguments are cut off or turn out to be invalid, the client gets no diff that it could apply.
+    """
+
+    def __init__(self, allocate_index: Callable[[], int], call_id: str, name: str) -> None:
+        super().__init__("apc", allocate_index, call_id, name)
+        self._type = StringFieldScanner("type")
+        self._path = StringFieldScanner("path")
+        self._diff = StringFieldScanner("diff")
+
+    @property
+    def arguments(self) -> str:
+        return self._diff.text
+
+    def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]:
+        if self._has_begun:
+            return self._make_deltas(self._diff.feed(fragments))
+        for scanner in (self._type, self._path, self._diff):
+            scanner.feed(fragments)
+        operation = self._read_operation()
+        if operation is None:
+            return ()
+        return [self._begin(self._build_item(operation)), *self._make_deltas([self._diff.value or ""])]
+
+    def _read_operation(self) -> ApplyPatchOperation | None:
+        """The operation with an empty diff, as soon as the diff has begun."""
+        if not (self._type.is_complete and self._path.is_complete and self._path.value and self._diff.value):
+            return None
+        kind = self._type.value
+        if kind != "create_file" and kind != "update_file":
+            return None
+        return ApplyPatchOperation(type=kind, path=self._path.value, diff="")
+
+    def _make_deltas(self, pieces: Sequence[str]) -> list[StreamEvent]:
+        return [
+            ApplyPatchDiffDelta(item_id=self.id, output_index=self.index, delta=piece) for piece in pieces
+        ]
+
+    def end(self, status: ItemStatus) -> tuple[ApplyPatchCall, Sequence[StreamEvent]]:
+        try:
+            operation = self._parse_operation(status)
+        except ValueError:
+            begun = self._read_operation() if self._has_begun else None
+            if begun is None:
+                raise
+            item = self._build_item(begun)
+            return item, [self._make_item_done(item)]
+        events: list[StreamEvent] = []
+        if not self._has_begun:
+            empty = operation if operation.diff is UNSET else replace(operation, diff="")
+            events.append(self._begin(self._build_item(empty)))
+            events += self._make_deltas([operation.diff] if operation.diff else [])
+        if operation.diff:
+            events.append(ApplyPatchDiffDone(item_id=self.id, output_index=self.index, diff=operation.diff))
+        item = replace(self._build_item(operation), status="completed")
+        return item, [*events, self._make_item_done(item)]
+
+    def _parse_operation(self, status: ItemStatus) -> ApplyPatchOperation:
+        if status != "completed":
+            raise ValueError("the call was cut off")
+        operation = parse_patch_operation(self.arguments)
+        if self._has_begun:
+            streamed = (self._type.value, self._path.value, self._diff.value)
+            if streamed != (operation.type, operation.path, operation.diff):
+                raise ValueError("the arguments name a field more than once")
+        return operation
+
+    def _build_item(self, operation: ApplyPatchOperation) -> ApplyPatchCall:
+        return ApplyPatchCall(id=self.id, call_id=self.call_id, operation=operation)
+
+
+CLIENT_CALL_BUILDERS: Mapping[str, Callable[[Callable[[], int], str, str], ClientCallBuilder]] = {
+    "function": FunctionCallBuilder,
+    "custom": CustomCallBuilder,
+    SHELL: ShellCallBuilder,
+    LOCAL_SHELL: LocalShellCallBuilder,
+    APPLY_PATCH: ApplyPatchCallBuilder,
+}
+"""Builders of calls, by the type of the tool. Arguments: how to allocate an output index, call id, function name."""
 
 
 def is_complete_json(arguments: str) -> bool:

@@ -5,8 +5,6 @@ HTTP status.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 from msgspec import UNSET, Raw
@@ -15,6 +13,7 @@ from fumehood.cpu_worker import run_in_worker
 from fumehood.engine.attachment_resolver import AttachmentResolver, ResolvedInput
 from fumehood.engine.compactor import Compactor, ConversationWindow
 from fumehood.engine.conversation_loader import ConversationLoader, check_size, reserve_if_large
+from fumehood.engine.request_tools import NO_TOOLS, RequestTools, decode_function, read_tools
 from fumehood.engine.turn_assembler import Toolbox
 from fumehood.interfaces import Caller, Clock, ConfiguredTool, HostedTool, ModelProvider, ReserveMemory
 from fumehood.protocol.attachments import Attachment
@@ -32,24 +31,12 @@ from fumehood.protocol.openai.responses import (
     TextFormat,
 )
 from fumehood.protocol.openai.tool_specs import (
-    CustomTool,
-    FunctionTool,
-    ModelToolDefinition,
     ToolChoice,
     ToolSpec,
-    check_tool_name,
-    parse_tool,
     parse_tool_choice,
 )
 
-type ModelToolChoice = Literal["none", "auto", "required"] | ModelToolDefinition
-
-_NO_PARAMETERS = Raw(b'{"type":"object","properties":{}}')
-_CUSTOM_PARAMETERS = Raw(
-    b'{"type":"object","properties":{"input":{"type":"string"}},"required":["input"],"additionalProperties":false}'
-)
-_CLIENT_TOOLS = frozenset({"function", "custom"})
-_MAX_TOOLS = 512
+_NO_CHOICE = ToolChoice()
 _SERVICE_TIERS = frozenset({"default", "flex", "scale", "priority", "fast", "ultrafast"})
 
 
@@ -136,7 +123,7 @@ class RequestPreparer:
             raise InvalidRequest(
                 "Missing required parameter: 'model'.", param="model", code="missing_required_parameter"
             )
-        specs = _read_tools(request)
+        specs = read_tools(request)
         compaction = self._read_compaction(request)
         past = await self._history.load_past(request, caller) if held_past is None else held_past
         reserve_if_large(reserve_memory, conversation_size(past))
@@ -147,15 +134,17 @@ class RequestPreparer:
         window = await run_in_worker(
             _count_sealed_bytes(past, added), self._compactor.build_window, caller, past, added
         )
-        tools, hidden = _NO_TOOLS, attached.hidden_files
+        tools, hidden = NO_TOOLS, attached.hidden_files
         if specs:
             offered = await self._configure_tools(specs, caller, (window.tool_state, *window.segments))
-            tools = _RequestTools.collect(specs, offered)
+            profile = self._models.get_backend(request.model).get_profile(request.model)
+            tools = RequestTools.collect(specs, offered, profile)
             if any(self._tools[spec.type].finds_files for spec, _ in offered):
                 hidden = ()
         choice = _NO_CHOICE if request.tool_choice is None else parse_tool_choice(request.tool_choice)
-        functions, chosen = tools.choose(choice)
-        response = self._build_initial_response(request, specs, choice)
+        chosen = tools.choose(choice)
+        tools.check_only_tool(len(specs))
+        response = self._build_initial_response(request, specs, choice, tools.warnings)
         return PreparedRequest(
             caller=caller,
             response=response,
@@ -169,14 +158,14 @@ class RequestPreparer:
             input=added,
             hidden_files=hidden,
             compaction=compaction,
-            toolbox=tools.build_toolbox(functions),
+            toolbox=tools.build_toolbox(chosen.functions),
             first_request=ModelRequest(
                 model=response.model,
                 instructions=_read_instructions(request),
                 segments=window.segments,
-                function_tools=functions,
-                other_tools=[spec for spec in tools.other_tools if _is_allowed(spec, choice)],
-                tool_choice=chosen,
+                function_tools=chosen.functions,
+                server_tools=chosen.server_tools,
+                tool_choice=chosen.choice,
                 parallel_calls=response.parallel_tool_calls,
                 sampling=_build_sampling(request),
                 streamed=bool(request.stream),
@@ -249,7 +238,11 @@ class RequestPreparer:
         return offered
 
     def _build_initial_response(
-        self, request: CreateResponse, specs: Sequence[ToolSpec], choice: ToolChoice
+        self,
+        request: CreateResponse,
+        specs: Sequence[ToolSpec],
+        choice: ToolChoice,
+        warnings: list[str],
     ) -> Response:
         """The response of `response.created`: the request with OpenAI's defaults."""
         text = request.text or TextConfig()
@@ -279,21 +272,15 @@ class RequestPreparer:
             truncation=request.truncation or "disabled",
             metadata=request.metadata or {},
             user=UNSET if request.user is None else request.user,
+            warnings=warnings or UNSET,
         )
 
     def _echo_tool(self, spec: ToolSpec) -> bytes:
         if spec.type in self._tools:
             return self._tools[spec.type].echo_spec(spec)
         if spec.type == "function":
-            return msgspec.json.encode(_decode_function(spec, "tools"))
+            return msgspec.json.encode(decode_function(spec, "tools"))
         return spec.raw
-
-
-def _is_allowed(spec: ToolSpec, choice: ToolChoice) -> bool:
-    """Whether `tool_choice` allows a tool that is unknown here. Forcing one tool leaves the others visible."""
-    if choice.allowed is None or (choice.mode == "required" and len(choice.allowed) == 1):
-        return True
-    return any(kind == spec.type and name in (None, spec.name) for kind, name in choice.allowed)
 
 
 def _count_sealed_bytes(past: Sequence[ConversationSegment], added: ConversationSegment) -> int:
@@ -316,150 +303,6 @@ def _reject_unsupported(request: CreateResponse) -> None:
             param=f"text.format.{missing}",
             code="missing_required_parameter",
         )
-
-
-# --- tools --------------------------------------------------------------------------------------------
-
-
-def _read_tools(request: CreateResponse) -> list[ToolSpec]:
-    raws = request.tools or []
-    if len(raws) > _MAX_TOOLS:
-        raise InvalidRequest(f"At most {_MAX_TOOLS} tools can be given.", param="tools")
-    specs = [parse_tool(raw, f"tools[{number}]") for number, raw in enumerate(raws)]
-    for number, spec in enumerate(specs):
-        if spec.type in _CLIENT_TOOLS:
-            check_tool_name(spec, f"tools[{number}]")
-    return specs
-
-
-def _decode_function(spec: ToolSpec, where: str) -> FunctionTool:
-    try:
-        return msgspec.json.decode(spec.raw, type=FunctionTool)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{where} holds a function that cannot be read: {error}", param=where) from None
-
-
-@dataclass(frozen=True, slots=True)
-class _RequestTools:
-    """The tools of a request: the function that the model sees for each, and who answers its calls."""
-
-    specs: Mapping[str, ModelToolDefinition]
-    types_by_name: Mapping[str, tuple[str, str | None]]  # function name -> type and name in the request
-    hosted_tools: Mapping[str, ConfiguredTool]
-    custom_tools: frozenset[str]
-    other_tools: Sequence[ToolSpec]  # unknown here; the model server may know them
-
-    @classmethod
-    def collect(
-        cls, specs: Sequence[ToolSpec], offered: Sequence[tuple[ToolSpec, ConfiguredTool]]
-    ) -> "_RequestTools":
-        functions: dict[str, ModelToolDefinition] = {}
-        kinds: dict[str, tuple[str, str | None]] = {}
-
-        def add(function: ModelToolDefinition, kind: str, name: str | None) -> None:
-            if function.name in functions:
-                raise InvalidRequest(f"Two tools are named {function.name!r}.", param="tools")
-            functions[function.name] = function
-            kinds[function.name] = (kind, name)
-
-        served = {id(spec) for spec, _ in offered}
-        for spec, tool in offered:
-            add(tool.function, spec.type, None)
-        for number, spec in enumerate(specs):
-            if spec.type == "function":
-                add(_to_function_spec(_decode_function(spec, f"tools[{number}]")), "function", spec.name)
-            elif spec.type == "custom":
-                add(_to_custom_tool_spec(spec, f"tools[{number}]"), "custom", spec.name)
-        return cls(
-            functions,
-            kinds,
-            {tool.function.name: tool for _, tool in offered},
-            frozenset(name for name, (kind, _) in kinds.items() if kind == "custom"),
-            [spec for spec in specs if spec.type not in _CLIENT_TOOLS and id(spec) not in served],
-        )
-
-    def choose(self, choice: ToolChoice) -> tuple[list[ModelToolDefinition], ModelToolChoice]:
-        """The functions that the model sees, and its tool choice. Raises InvalidRequest for an unknown tool."""
-        if choice.allowed is None:
-            if choice.mode == "required" and not self.specs:
-                raise InvalidRequest(
-                    "Tool choice 'required' must be specified with 'tools' parameter.", param="tool_choice"
-                )
-            return list(self.specs.values()), choice.mode
-        names = [name for wanted in choice.allowed for name in self._find_named(wanted)]
-        functions = [self.specs[name] for name in dict.fromkeys(names)]
-        if choice.mode == "required" and not functions:
-            raise InvalidRequest(
-                "A call is required, but tool_choice names no tool that this server serves.",
-                param="tool_choice",
-            )
-        if choice.mode == "required" and len(functions) == 1:
-            # The others stay visible: leaving them out would invalidate the model server's prompt cache.
-            return list(self.specs.values()) if len(choice.allowed) == 1 else functions, functions[0]
-        return functions, choice.mode
-
-    def _find_named(self, wanted: tuple[str, str | None]) -> list[str]:
-        kind, name = wanted
-        found = [
-            function
-            for function, (its_kind, its_name) in self.types_by_name.items()
-            if its_kind == kind and (name is None or name == its_name)
-        ]
-        if not found and all(spec.type != kind for spec in self.other_tools):
-            raise InvalidRequest(
-                f"Tool choice '{name or kind}' not found in 'tools' parameter.", param="tool_choice"
-            )
-        return found
-
-    def build_toolbox(self, functions: Sequence[ModelToolDefinition]) -> Toolbox:
-        names = {function.name for function in functions}
-        return Toolbox(
-            hosted_tools={name: tool for name, tool in self.hosted_tools.items() if name in names},
-            functions=frozenset(names - self.hosted_tools.keys() - self.custom_tools),
-            custom_tools=self.custom_tools & names,
-        )
-
-
-_NO_TOOLS = _RequestTools.collect([], [])
-_NO_CHOICE = ToolChoice()
-
-
-def _to_function_spec(function: FunctionTool) -> ModelToolDefinition:
-    return ModelToolDefinition(
-        name=function.name,
-        description=function.description or "",
-        parameters=Raw(msgspec.json.encode(function.parameters)) if function.parameters else _NO_PARAMETERS,
-        strict=bool(function.strict),
-    )
-
-
-class _Grammar(msgspec.Struct):
-    type: str = "text"
-    syntax: str | None = None
-    definition: str | None = None
-
-
-def _to_custom_tool_spec(spec: ToolSpec, where: str) -> ModelToolDefinition:
-    """Describe a custom tool as a function with one string, which every model can call."""
-    try:
-        tool = msgspec.json.decode(spec.raw, type=CustomTool)
-        grammar = msgspec.json.decode(msgspec.json.encode(tool.format or {}), type=_Grammar)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(
-            f"{where} holds a custom tool that cannot be read: {error}", param=where
-        ) from None
-    grammar_note = (
-        f"\n\nThe input must follow this {grammar.syntax} grammar:\n{grammar.definition}"
-        if grammar.definition
-        else ""
-    )
-    return ModelToolDefinition(
-        name=tool.name,
-        description=(tool.description or "") + grammar_note,
-        parameters=_CUSTOM_PARAMETERS,
-        strict=True,
-        custom=spec.raw,
-    )
 
 
 # --- other parameters -----------------------------------------------------------------------------------------

@@ -50,9 +50,15 @@ class EngineRun:
     """See `interfaces.Run`."""
 
     def __init__(
-        self, response_id: str, log: EventLog, loop: AgentLoop, on_done: Callable[["EngineRun"], None]
+        self,
+        response_id: str,
+        warnings: Sequence[str],
+        log: EventLog,
+        loop: AgentLoop,
+        on_done: Callable[["EngineRun"], None],
     ) -> None:
         self.id = response_id
+        self.warnings = warnings
         self._log = log
         self._loop = loop
         self.open_reader = log.open_reader
@@ -196,7 +202,9 @@ class EngineRunService:
         )
         await run_in_worker(_count_unrendered_bytes(prepared), loop.validate_first_request)
         self._reject_if_draining()
-        run = EngineRun(prepared.response.id, log, loop, self._active_runs.discard)
+        run = EngineRun(
+            prepared.response.id, prepared.response.warnings or (), log, loop, self._active_runs.discard
+        )
         self._active_runs.add(run)
         if self._lease_renewal is None and prepared.streamed and prepared.store:
             self._lease_renewal = asyncio.create_task(self._renew_leases())
@@ -207,7 +215,9 @@ class EngineRunService:
     ) -> InputTokenCount:
         prepared, backend, first_request = await self._prepare_first_request(request, caller, reserve_memory)
         count = await self._token_counter.count(backend, prepared.caller, first_request)
-        return InputTokenCount(input_tokens=count.tokens, exact=count.exact)
+        return InputTokenCount(
+            input_tokens=count.tokens, exact=count.exact, warnings=prepared.response.warnings
+        )
 
     async def compact(
         self, request: CreateResponse, caller: Caller, *, reserve_memory: ReserveMemory | None = None
@@ -253,6 +263,7 @@ class EngineRunService:
             created_at=int(self._clock.now()),
             output=[compacted.item],
             usage=compacted.usage or Usage(),
+            warnings=prepared.response.warnings,
         )
 
     async def _prepare_first_request(

@@ -123,7 +123,7 @@ def estimate_fixed(request: ModelRequest) -> int:
     size = _count_utf8_bytes(request.instructions or "")
     for spec in request.function_tools:
         size += len(spec.name) + len(spec.description) + len(spec.parameters)
-    size += sum(len(spec.raw) for spec in request.other_tools)
+    size += sum(len(spec.raw) for spec in request.server_tools)
     return size // BYTES_PER_TOKEN
 
 

@@ -15,9 +15,8 @@ import msgspec
 from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES
 from fumehood.engine.citations import cite_links, cite_unlinked, collect_paths, find_links
 from fumehood.engine.item_builders import (
+    CLIENT_CALL_BUILDERS,
     ClientCallBuilder,
-    CustomCallBuilder,
-    FunctionCallBuilder,
     MessageBuilder,
     ReasoningBuilder,
     is_complete_json,
@@ -53,14 +52,13 @@ from fumehood.protocol.openai.stream_events import OutputItemAdded, OutputItemDo
 
 
 class Toolbox(msgspec.Struct, frozen=True, kw_only=True):
-    """The tools that the model may call, by name: hosted tools, client functions, custom tools."""
+    """The tools that the model may call, by function name; of client tools, the type of each."""
 
     hosted_tools: Mapping[str, ConfiguredTool]
-    functions: frozenset[str] = frozenset()
-    custom_tools: frozenset[str] = frozenset()
+    client_tools: Mapping[str, str] = {}
 
     def without_hosted(self) -> "Toolbox":
-        return Toolbox(hosted_tools={}, functions=self.functions, custom_tools=self.custom_tools)
+        return Toolbox(hosted_tools={}, client_tools=self.client_tools)
 
 
 class ResponseOutput:
@@ -102,11 +100,12 @@ class HostedCall:
 
 
 @dataclass(slots=True)
-class _UnknownCall:
-    """A call of an unknown tool: only the model learns of it."""
+class _RejectedCall:
+    """A call of an unknown tool, or one that the client could not carry out: only the model learns of it."""
 
     call_id: str
     name: str
+    reason: str
     fragments: list[str] = field(default_factory=list[str])
 
 
@@ -148,10 +147,10 @@ class TurnAssembler:
         self._message: MessageBuilder | None = None
         self._phase: MessagePhase | None = None  # of the next message
         self._reasoning: ReasoningBuilder | None = None
-        self._open_calls: dict[int, HostedCall | ClientCallBuilder | _UnknownCall | None] = {}
-        # Finished entries by output index, calls of unknown tools, and events that are not in the log yet.
+        self._open_calls: dict[int, HostedCall | ClientCallBuilder | _RejectedCall | None] = {}
+        # Finished entries by output index, calls that only the model learns of, and events that are not in the log yet.
         self._entries_by_index: dict[int, ConversationEntry] = {}
-        self._unknown_calls: list[_UnknownCall] = []
+        self._rejected_calls: list[_RejectedCall] = []
         self._pending_events: list[StreamEvent] = []
 
     # --- while the model writes ---
@@ -362,7 +361,7 @@ class TurnAssembler:
         if call is None:
             self.ignored_call_count += 1
 
-    def _create_call(self, event: ModelCallStarted) -> HostedCall | ClientCallBuilder | _UnknownCall | None:
+    def _create_call(self, event: ModelCallStarted) -> HostedCall | ClientCallBuilder | _RejectedCall | None:
         if self._single_call and self._open_calls:
             return None
         tool = self._toolbox.hosted_tools.get(event.name)
@@ -374,23 +373,22 @@ class TurnAssembler:
             self.hosted_calls.append(call)
             self._pending_events += call.session.open()
             return call
-        if event.name in self._toolbox.custom_tools:
-            builder = CustomCallBuilder(self._output.allocate_output_index(), event.call_id, event.name)
-        elif event.name in self._toolbox.functions:
-            builder = FunctionCallBuilder(self._output.allocate_output_index(), event.call_id, event.name)
-        else:
-            unknown = _UnknownCall(event.call_id, event.name)
-            self._unknown_calls.append(unknown)
+        tool_type = self._toolbox.client_tools.get(event.name)
+        if tool_type is None:
+            reason = f"There is no tool named {event.name!r}. Use one of those that are offered, or answer."
+            unknown = _RejectedCall(event.call_id, event.name, reason)
+            self._rejected_calls.append(unknown)
             return unknown
-        self.client_call_count += 1
-        self._pending_events.append(builder.begin())
+        allocate = self._output.allocate_output_index
+        builder = CLIENT_CALL_BUILDERS[tool_type](allocate, event.call_id, event.name)
+        self._pending_events += builder.open()
         return builder
 
     def _feed_call(self, key: int, fragments: Sequence[str]) -> Sequence[StreamEvent]:
         call = self._open_calls.get(key)
         if isinstance(call, HostedCall):
             return call.session.feed(fragments)
-        if isinstance(call, _UnknownCall):
+        if isinstance(call, _RejectedCall):
             call.fragments += fragments
         elif call is not None:
             return call.feed(fragments)
@@ -404,7 +402,14 @@ class TurnAssembler:
                 self._open_calls[key] = None
 
     def _close_call(self, call: ClientCallBuilder, status: ItemStatus) -> None:
-        item, events = call.end(status)
+        try:
+            item, events = call.end(status)
+        except ValueError as error:
+            if status == "completed":  # else it was cut off, and nobody has seen it
+                reason = f"Nothing ran: {error}."
+                self._rejected_calls.append(_RejectedCall(call.call_id, call.name, reason, [call.arguments]))
+            return
+        self.client_call_count += 1
         self._pending_events += events
         self._record_item(call.index, item)
 
@@ -414,7 +419,7 @@ class TurnAssembler:
     def needs_next_turn(self) -> bool:
         """Whether the model has to read call results next, and none is left to the client."""
         return (
-            bool(self.hosted_calls or self._unknown_calls or self.ignored_call_count)
+            bool(self.hosted_calls or self._rejected_calls or self.ignored_call_count)
             and not self.client_call_count
         )
 
@@ -461,11 +466,11 @@ class TurnAssembler:
         return tuple(self._entries_by_index[index] for index in sorted(self._entries_by_index))
 
     @property
-    def unknown_call_entries(self) -> tuple[ConversationEntry, ...]:
-        """Entries that tell only the model that it called an unknown tool."""
+    def rejected_call_entries(self) -> tuple[ConversationEntry, ...]:
+        """Entries that tell only the model why its calls were rejected."""
         return tuple(
             ConversationEntry(
-                type="fumehood:unknown_call",
+                type="fumehood:rejected_call",
                 id=None,
                 turn=self.number,
                 raw=b"{}",
@@ -473,10 +478,10 @@ class TurnAssembler:
                     call_id=call.call_id,
                     name=call.name,
                     arguments=arguments if is_complete_json(arguments := "".join(call.fragments)) else "{}",
-                    output=f"There is no tool named {call.name!r}. Use one of those that are offered, or answer.",
+                    output=call.reason,
                 ),
             )
-            for call in self._unknown_calls
+            for call in self._rejected_calls
         )
 
 

@@ -14,9 +14,9 @@ from fumehood.http_server.cross_site_protection import decode_header, is_same_or
 ANY_ORIGIN = "*"
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9_-]+(?:[ \t]*,[ \t]*[A-Za-z0-9_-]+)*")
 _EXPOSED_HEADERS = (
-    b"content-disposition, content-range, etag, fumehood-version, idempotent-replayed, openai-processing-ms, "
-    b"retry-after, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
-    b"x-request-id, x-should-retry"
+    b"content-disposition, content-range, etag, fumehood-version, fumehood-warning, idempotent-replayed, "
+    b"openai-processing-ms, retry-after, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
+    b"x-ratelimit-reset-requests, x-request-id, x-should-retry"
 )
 _PREFLIGHT_MAX_AGE = b"600"  # seconds
 

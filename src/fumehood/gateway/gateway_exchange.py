@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from types import TracebackType
 from typing import Self, override
@@ -37,6 +37,7 @@ from fumehood.protocol.openai.api_errors import (
 )
 
 VERSION_HEADER = (b"fumehood-version", __version__.encode())
+WARNING_HEADER = b"fumehood-warning"
 _BODY_TIMEOUT = 30.0  # seconds to wait for the next chunk
 _CHUNK_BYTES = 256 << 10  # size of one write of a large response
 # Seconds before a task watches for a disconnect: most responses are complete by then and need no task.
@@ -201,6 +202,13 @@ class GatewayExchange(AsgiExchange):
 
     async def respond_json(self, value: object, status: int = 200) -> None:
         await self.respond(encode_json(value), status)
+
+    def add_warnings(self, warnings: Sequence[str]) -> None:
+        """Tell the client, in a header, and the operator, in the log, what of the request is not served."""
+        if warnings:
+            joined = ", ".join(warnings)
+            self.extra_headers.append((WARNING_HEADER, joined.encode()))
+            logger.warning("Request %s is served only in part: %s.", self.request_id, joined)
 
     def log_error(self, error: ApiError) -> None:
         """Add the error to the log line."""

@@ -18,7 +18,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from fumehood.gateway_stats import BucketHistogram, ContainerStats, GatewayStats, ModelStats
-from fumehood.protocol.openai.items import CodeInterpreterCall, CompactionItem, ShellCall
+from fumehood.protocol.openai.items import (
+    CodeInterpreterCall,
+    CompactionItem,
+    ContainerReference,
+    ShellCall,
+)
 from fumehood.protocol.openai.responses import Response, Usage
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEndStatus
@@ -106,7 +111,7 @@ class GatewayMetrics(Collector):
         for item in response.output:
             if isinstance(item, CodeInterpreterCall):
                 self._tool_calls["code_interpreter", item.status] += 1
-            elif isinstance(item, ShellCall):
+            elif isinstance(item, ShellCall) and isinstance(item.environment, ContainerReference):
                 self._tool_calls["shell", item.status] += 1
             elif isinstance(item, CompactionItem):
                 self._compactions["automatic"] += 1

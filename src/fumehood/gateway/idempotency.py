@@ -283,6 +283,7 @@ class _JoinedRun:
 
     def __init__(self, run: Run, recorded: asyncio.Future[None]) -> None:
         self.id = run.id
+        self.warnings = run.warnings
         self.open_reader = run.open_reader
         self._run = run
         self._recorded = recorded
@@ -308,6 +309,7 @@ class _ReplayedRun:
 
     def __init__(self, response: Response) -> None:
         self.id = response.id
+        self.warnings = response.warnings or ()
         self._response = response
         self._unread: Sequence[StreamEvent] = ()
 

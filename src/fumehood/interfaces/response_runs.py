@@ -37,6 +37,11 @@ class ReadableRun(Protocol):
         """The id of the response."""
         ...
 
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What of the request is not served, one sentence each."""
+        ...
+
     def open_reader(self, on_available: Callable[[], None]) -> RunEventReader:
         """Open a reader of the events, from the first one on.
 

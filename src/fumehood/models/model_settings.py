@@ -63,8 +63,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     replay_reasoning: send the text of earlier reasoning back to the model.
     max_tokens_field: the name of the token limit in Chat Completions.
     encrypted_reasoning: ask a `responses` server for encrypted reasoning and send it back.
-    pass_tools: tool types that a `responses` server receives unchanged, `*` for all. Of the others, custom tools are
-        sent as functions and the rest is dropped.
+    pass_tools: tool types that a `responses` server receives unchanged, `*` for all. Of the others, tools that the
+        client runs are sent as functions, and the rest is not served.
     pass_fields: request fields that are sent to the server unchanged, in addition to `SAMPLING_FIELDS`.
     connect_timeout: seconds until the connection is established.
     read_timeout: seconds without a byte from the server. Without streaming, the first byte comes at the end.

@@ -51,8 +51,8 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: the name that the client used; a backend may map it to another.
     instructions: text before the conversation.
     segments: the conversation, oldest first; the last ones are this response's own turns so far.
-    other_tools: tools that are neither hosted here nor functions of the client; the model server may know them.
-    tool_choice: `auto`, `none`, `required`, or the one function that must be called.
+    server_tools: tools that the model server takes as they are; see `ModelProfile.passes_tool`.
+    tool_choice: `auto`, `none`, `required`, or the one tool that must be called.
     streamed: whether a client reads the turn as it is written; if not, it may arrive at once.
     trace: the trace context to send to the server.
     """
@@ -61,8 +61,8 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     instructions: str | None = None
     segments: Sequence[ConversationSegment] = ()
     function_tools: Sequence[ModelToolDefinition] = ()
-    other_tools: Sequence[ToolSpec] = ()
-    tool_choice: Literal["none", "auto", "required"] | ModelToolDefinition = "auto"
+    server_tools: Sequence[ToolSpec] = ()
+    tool_choice: Literal["none", "auto", "required"] | ModelToolDefinition | ToolSpec = "auto"
     parallel_calls: bool = True
     sampling: GenerationParameters = GenerationParameters()
     streamed: bool = True
@@ -180,6 +180,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     context_window: in tokens. takes_files: whether it accepts files that are not text; None if unknown.
     counts_tokens: whether its server can count tokens. server: host and port, if it has one.
     provider: who runs the server, in the words of OpenTelemetry; None to tell it from the host.
+    passed_tools: tool types that its server takes as the client wrote them; `*` for all.
     """
 
     context_window: int | None = None
@@ -188,6 +189,11 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     counts_tokens: bool = False
     server: tuple[str, int] | None = None
     provider: str | None = None
+    passed_tools: tuple[str, ...] = ()
+
+    def passes_tool(self, tool_type: str) -> bool:
+        """Whether tools of this type are sent to the server unchanged."""
+        return tool_type in self.passed_tools or "*" in self.passed_tools
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -141,7 +141,7 @@ class ContentRecorder(RecordListener):
             for each in request.function_tools
         ]
         others: list[JsonObject] = [
-            {"type": each.type, "name": each.name or each.type} for each in request.other_tools
+            {"type": each.type, "name": each.name or each.type} for each in request.server_tools
         ]
         input_parts = parts_of_conversation(entries)
         content = self._capture_request(input_parts, dropped, instructions, [*functions, *others])

@@ -417,7 +417,7 @@ def _read_plain_item(item: Raw) -> _PlainItem:
 
 def _find_container_id(item: OutputItem) -> str:
     if isinstance(item, ShellCall):
-        return item.environment.container_id
+        return getattr(item.environment, "container_id", "")
     plain = _read_plain_item(item) if isinstance(item, Raw) else item
     return getattr(plain, "container_id", "")
 

@@ -37,11 +37,10 @@ from fumehood.protocol.openai.items import (
     ShellExit,
     ShellTimeout,
 )
+from fumehood.protocol.openai.shell_commands import MAX_SHELL_COMMANDS, ShellCommandStream
 from fumehood.protocol.openai.stream_events import (
     OutputItemAdded,
     OutputItemDone,
-    ShellCallCommandAdded,
-    ShellCallCommandDelta,
     ShellCallCommandDone,
     ShellCallOutputDelta,
     ShellCallOutputDone,
@@ -56,14 +55,12 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     Stdout,
     make_execution_end,
 )
-from fumehood.protocol.streaming_json import StringArrayPiece, StringArrayScanner
 from fumehood.tools.call_arguments import decode_arguments, to_replayable
 from fumehood.tools.call_output_collector import NO_OUTPUT, RAN_STATUSES, CallOutput, OutputLimits
 from fumehood.tools.container_binding import ContainerBinding
 from fumehood.tools.produced_files import InlineLimits, ProducedFileCollector, ProducedFiles, describe_files
 
 TOOL_NAME = "shell"
-MAX_COMMANDS = 64
 _OMISSION_MARK = "[{left_out:,} characters are left out here. Write to a file, and look at parts of it.]"
 _MAX_HEADING_LENGTH = 200
 _CONTINUABLE_STATUSES = RAN_STATUSES | {"timeout"}  # after any other, the container has lost its state
@@ -85,7 +82,7 @@ class ShellToolSettings:
 
 
 class _ShellArguments(msgspec.Struct):
-    commands: Annotated[list[str], Meta(min_length=1, max_length=MAX_COMMANDS)]
+    commands: Annotated[list[str], Meta(min_length=1, max_length=MAX_SHELL_COMMANDS)]
     timeout_ms: Annotated[int, Meta(ge=1)] | None = None
     max_output_length: Annotated[int, Meta(ge=1)] | None = None
 
@@ -110,8 +107,7 @@ class ShellCallSession:
         self._clock = clock
         self._context = context
         self._index = context.output_index
-        self._commands_field = StringArrayScanner("commands")
-        self._announced_commands = 0  # commands with an added event
+        self._commands = ShellCommandStream()
         self._call = ShellCall(
             id=new_id("sh"),
             call_id=context.call_id,
@@ -126,25 +122,7 @@ class ShellCallSession:
         return (OutputItemAdded(output_index=self._index, item=self._call),)
 
     def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]:
-        return [
-            event
-            for fragment in fragments
-            for piece in self._commands_field.feed(fragment)
-            for event in self._make_command_events(piece)
-        ]
-
-    def _make_command_events(self, piece: StringArrayPiece) -> list[StreamEvent]:
-        number, index = piece.position, self._index
-        events: list[StreamEvent] = []
-        if number == self._announced_commands:
-            self._announced_commands += 1
-            events.append(ShellCallCommandAdded(output_index=index, command_index=number))
-        if piece.text:
-            events.append(ShellCallCommandDelta(output_index=index, command_index=number, delta=piece.text))
-        if piece.is_complete:
-            command = self._commands_field.values[number]
-            events.append(ShellCallCommandDone(output_index=index, command_index=number, command=command))
-        return events
+        return self._commands.make_events(self._commands.feed(fragments), self._index)
 
     # ---- execution --------------------------------------------------------------------------------------
 
@@ -182,8 +160,8 @@ class ShellCallSession:
 
     def _read_arguments(self) -> _ShellArguments:
         """Raises ValueError with a sentence for the model."""
-        arguments = decode_arguments(_arguments_decoder, self._commands_field.text)
-        if arguments.commands != self._commands_field.values:
+        arguments = decode_arguments(_arguments_decoder, self._commands.arguments)
+        if arguments.commands != self._commands.commands:
             raise ValueError("the arguments name `commands` more than once")
         return arguments
 
@@ -226,10 +204,10 @@ class ShellCallSession:
 
     def _build_unrun_result(self, reason: str) -> ToolCallResult:
         """The result of a call that did not run: only the first item."""
-        commands = self._commands_field.values[: self._announced_commands]
+        commands = self._commands.announced_commands
         last = len(commands) - 1
         events: list[StreamEvent] = []
-        if commands and not self._commands_field.is_string_complete(last):
+        if len(commands) > len(self._commands.complete_commands):
             events.append(
                 ShellCallCommandDone(output_index=self._index, command_index=last, command=commands[last])
             )
@@ -264,7 +242,7 @@ class ShellCallSession:
         return ToolExchange(
             call_id=self._context.call_id,
             name=TOOL_NAME,
-            arguments=to_replayable(self._commands_field.text, {"commands": self._commands_field.values}),
+            arguments=to_replayable(self._commands.arguments, {"commands": self._commands.commands}),
             output=output,
             images=images,
         )

@@ -6,7 +6,6 @@ A shell with a local environment is a client tool and is left to the client.
 from collections.abc import Sequence
 
 import msgspec
-from msgspec import Raw
 
 from fumehood.interfaces import (
     Caller,
@@ -19,42 +18,15 @@ from fumehood.interfaces import (
 )
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.openai.shell_commands import SHELL_PARAMETERS
 from fumehood.protocol.openai.tool_specs import ModelToolDefinition, ToolSpec
 from fumehood.tools.call_output_collector import NO_OUTPUT
 from fumehood.tools.container_binding import ConfiguredContainerTool, bind_container, find_call_container
 from fumehood.tools.container_config import echo_shell, read_shell_environment
-from fumehood.tools.shell_call import MAX_COMMANDS, TOOL_NAME, ShellCallSession, ShellToolSettings
+from fumehood.tools.shell_call import TOOL_NAME, ShellCallSession, ShellToolSettings
 
 _CALL_TYPE = "shell_call"
 _OUTPUT_TYPE = "shell_call_output"
-_PARAMETERS = Raw(
-    msgspec.json.encode(
-        {
-            "type": "object",
-            "properties": {
-                "commands": {
-                    "type": "array",
-                    "items": {"type": "string"},
-                    "minItems": 1,
-                    "maxItems": MAX_COMMANDS,
-                    "description": 'The commands to run, one after another, e.g. ["ls -l", "wc -l *.csv | tail -1"].',
-                },
-                "timeout_ms": {
-                    "type": "integer",
-                    "minimum": 1,
-                    "description": "Milliseconds that each command may take, if fewer than usual.",
-                },
-                "max_output_length": {
-                    "type": "integer",
-                    "minimum": 1,
-                    "description": "Characters to return of each command, if fewer than usual.",
-                },
-            },
-            "required": ["commands"],
-            "additionalProperties": False,
-        }
-    )
-)
 
 
 class _Action(msgspec.Struct, omit_defaults=True):
@@ -157,7 +129,7 @@ class ConfiguredShell(ConfiguredContainerTool[ShellToolSettings]):
 
     @property
     def function(self) -> ModelToolDefinition:
-        return ModelToolDefinition(name=TOOL_NAME, description=self._describe(), parameters=_PARAMETERS)
+        return ModelToolDefinition(name=TOOL_NAME, description=self._describe(), parameters=SHELL_PARAMETERS)
 
     def start_call(self, context: ToolCallContext) -> ShellCallSession:
         return ShellCallSession(self.binding, self._settings, self._clock, context)

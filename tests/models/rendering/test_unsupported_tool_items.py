@@ -82,13 +82,13 @@ def test_calls_that_a_client_ran_are_rendered_with_their_results() -> None:
     )
     assert pair_calls_with_results(rendered) == snapshot(
         [
-            ("local_shell", '{"action":{"type":"exec","command":["ls"],"env":{}}}', "a.txt"),
+            ("local_shell", '{"command":["ls"]}', "a.txt"),
             (
                 "shell",
-                '{"action":{"commands":["pwd"]}}',
+                '{"commands":["pwd"]}',
                 '[{"stdout":"/\\n","stderr":"","outcome":{"type":"exit","exit_code":0}}]',
             ),
-            ("apply_patch", '{"operation":{"type":"delete_file","path":"a.txt"}}', "failed"),
+            ("apply_patch", '{"type":"delete_file","path":"a.txt"}', "The patch was not applied."),
             (
                 "computer",
                 '{"action":{"type":"screenshot"},"pending_safety_checks":[]}',
@@ -157,8 +157,8 @@ def test_items_without_results_are_dropped(item: dict[str, Any]) -> None:
 
 def test_a_long_result_is_cut() -> None:
     rendered = render_items(
-        {"type": "local_shell_call", "call_id": "c", "action": {}},
-        {"type": "local_shell_call_output", "call_id": "c", "output": "x" * 1_000_000},
+        {"type": "future_call", "call_id": "c", "action": {}},
+        {"type": "future_call_output", "call_id": "c", "output": "x" * 1_000_000},
     )
     assert 20_000 <= len(pair_calls_with_results(rendered)[0][2]) < 21_000
 

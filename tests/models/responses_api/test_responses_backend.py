@@ -93,7 +93,7 @@ async def test_request_with_all_fields() -> None:
         instructions="Be brief.",
         segments=[segment(message("hi"))],
         function_tools=[FUNCTION, CUSTOM],
-        other_tools=OTHERS,
+        server_tools=OTHERS[:1],
         tool_choice=FUNCTION,
         parallel_calls=False,
         streamed=False,
@@ -187,7 +187,7 @@ async def test_choices_and_tools_that_are_passed_on(choice: Any, raised: object)
         model="m",
         segments=REQUEST.segments,
         function_tools=[FUNCTION, CUSTOM],
-        other_tools=OTHERS,
+        server_tools=OTHERS,
         tool_choice=choice,
     )
     async with upstream(stream(says("a")), pass_tools=["*"], encrypted_reasoning=False) as (backend, server):
@@ -199,9 +199,7 @@ async def test_choices_and_tools_that_are_passed_on(choice: Any, raised: object)
 
 
 async def test_tool_fields_are_omitted_without_tools() -> None:
-    request = ModelRequest(
-        model="m", segments=REQUEST.segments, other_tools=OTHERS, tool_choice="none", parallel_calls=False
-    )
+    request = ModelRequest(model="m", segments=REQUEST.segments, tool_choice="none", parallel_calls=False)
     async with upstream(stream(says("a"))) as (backend, server):
         await turn(backend, request)
     assert not server.requests[0].json.keys() & {"tools", "tool_choice", "parallel_tool_calls"}
@@ -353,13 +351,67 @@ async def test_items_of_other_tools_are_functions_unless_the_server_may_know_the
             "type": "function_call",
             "call_id": "c",
             "name": "shell",
-            "arguments": '{"action":{"commands":["ls"]}}',
+            "arguments": '{"commands":["ls"]}',
         },
         {"type": "function_call_output", "call_id": "c", "output": "a.txt"},
         {"type": "function_call", "call_id": "f", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "f", "output": "done"},
     ]
-    assert await render_sent_input(past, pass_tools=["shell"]) == items
+    native = [item for item in items if item["type"] != "apply_patch_call"]
+    assert await render_sent_input(past, pass_tools=["shell"]) == native
+    assert await render_sent_input(past, pass_tools=["*"]) == items
+
+
+async def test_calls_of_client_tools_are_answered_by_the_next_segment() -> None:
+    operation = {"type": "delete_file", "path": "a"}
+    called = [
+        {"type": "shell_call", "call_id": "s", "action": {"commands": ["ls"]}, "status": "completed"},
+        {"type": "apply_patch_call", "call_id": "p", "operation": operation, "status": "completed"},
+        {"type": "local_shell_call", "call_id": "l", "action": {"command": ["ls"]}, "status": "completed"},
+    ]
+    patched = {"type": "apply_patch_call_output", "call_id": "p", "status": "completed", "output": "ok"}
+    listed = {"type": "local_shell_call_output", "call_id": "l", "output": "a.txt"}
+    past = (
+        segment(message("go"), *(entry(item, 1) for item in called)),
+        segment(entry(patched), shell_output("s", "a.txt"), entry(listed)),
+    )
+    received = await render_sent_input(*past)
+    assert received[1:] == [
+        {"type": "function_call", "call_id": "s", "name": "shell", "arguments": '{"commands":["ls"]}'},
+        {
+            "type": "function_call",
+            "call_id": "p",
+            "name": "apply_patch",
+            "arguments": '{"type":"delete_file","path":"a"}',
+        },
+        {"type": "function_call", "call_id": "l", "name": "local_shell", "arguments": '{"command":["ls"]}'},
+        {"type": "function_call_output", "call_id": "p", "output": "ok"},
+        {"type": "function_call_output", "call_id": "s", "output": "a.txt"},
+        {"type": "function_call_output", "call_id": "l", "output": "a.txt"},
+    ]
+    passed = await render_sent_input(*past, pass_tools=["shell", "apply_patch", "local_shell"])
+    assert [item["type"] for item in passed[1:]] == [
+        "shell_call",
+        "apply_patch_call",
+        "local_shell_call",
+        "apply_patch_call_output",
+        "shell_call_output",
+        "local_shell_call_output",
+    ]
+
+
+async def test_a_tool_of_the_server_can_be_forced() -> None:
+    search = ToolSpec("web_search", None, b'{"type":"web_search"}')
+    wiki = ToolSpec("mcp", None, b'{"type":"mcp","server_label":"wiki","server_url":"https://wiki.example"}')
+    for forced, choice in (
+        (search, {"type": "web_search"}),
+        (wiki, {"type": "mcp", "server_label": "wiki"}),
+    ):
+        async with upstream(stream(says("a")), pass_tools=["*"]) as (backend, server):
+            asked = ModelRequest(model="m", server_tools=[search, wiki], tool_choice=forced)
+            await turn(backend, asked)
+        assert server.requests[0].json["tool_choice"] == choice
+        assert [tool["type"] for tool in server.requests[0].json["tools"]] == ["web_search", "mcp"]
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,7 @@ class ResponseRoutes:
         self, exchange: GatewayExchange, run: ReadableRun, request: CreateResponse, send_events: SendEvents
     ) -> Response | None:
         exchange.log_fields["response_id"] = run.id
+        exchange.add_warnings(run.warnings)
         include = self._effective_include(exchange, request)
         if request.stream:
             response = await self._stream(exchange, run, include, send_events)
@@ -183,6 +184,7 @@ class ResponseRoutes:
             request, _ = await self._read_request(exchange, caller, budget)
             with self._limits.concurrency_slot(caller):
                 counted = await self._runs.count_tokens(request, caller, reserve_memory=budget.reserve)
+        exchange.add_warnings(counted.warnings or ())
         await exchange.respond_json(counted)
 
     async def compact(self, exchange: GatewayExchange, caller: Caller) -> None:
@@ -192,6 +194,7 @@ class ResponseRoutes:
                 compacted = await self._compact_while_connected(exchange, caller, request, budget)
         self._log_usage(exchange, compacted.usage)
         self._metrics.record_compaction(compacted.usage)
+        exchange.add_warnings(compacted.warnings or ())
         await exchange.respond_json(compacted)
 
     async def _compact_while_connected(

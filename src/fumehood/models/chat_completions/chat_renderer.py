@@ -33,6 +33,7 @@ from fumehood.protocol.attachments import Attachment, InputImageUrl, describe_un
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, Rendering, ToolExchange
 from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.openai.client_tools import CLIENT_TOOL_BY_ITEM, read_client_call, read_client_result
 
 # Tool messages cannot contain media; a user message after them does.
 _MEDIA_HEADING = "What the calls above showed:"
@@ -239,6 +240,8 @@ class _SegmentRenderer:
                 self._add_output(entry)
             case "reasoning":
                 self._add_reasoning(entry)
+            case _ if entry.type in CLIENT_TOOL_BY_ITEM:
+                self._add_client_tool_item(entry)
             case _:
                 self._add_foreign_item(entry)
 
@@ -264,31 +267,41 @@ class _SegmentRenderer:
         self._append_call(entry.turn, call.call_id, call.name, arguments, is_optional=is_unfinished)
 
     def _add_output(self, entry: ConversationEntry) -> None:
-        """Add the result of a call of this segment, in any order, or of a carried-over call."""
         output = msgspec.json.decode(entry.raw, type=_Output)
         text, media = _split_text_and_media(
             output.output, entry.attachments, takes_files=self._features.takes_files
         )
-        if self._set_result(output.call_id, text, media):
-            return
-        result = self._pending_results.get(output.call_id)
-        if result is not None:
-            result.content = text
-            self._carry.media += media
-            return
-        raise InvalidRequest(
-            f"No tool call found for function call output with call_id {sanitize_name(output.call_id)}.",
-            param="input",
-        )
+        if not self._set_result(output.call_id, text, media):
+            raise InvalidRequest(
+                f"No tool call found for function call output with call_id {sanitize_name(output.call_id)}.",
+                param="input",
+            )
 
     def _set_result(self, call_id: str, text: str, media: Sequence[_ChatContentPart] = ()) -> bool:
+        """Set the result of a call of this segment, in any order, or of a carried-over call. False if there is none."""
         turn = self._turn_by_call_id.get(call_id)
-        if turn is None:
-            return False
-        turn.results[call_id] = text
-        turn.media += media
-        turn.has_result = True
-        return True
+        if turn is not None:
+            turn.results[call_id] = text
+            turn.media += media
+            turn.has_result = True
+            return True
+        pending = self._pending_results.get(call_id)
+        if pending is not None:
+            pending.content = text
+            self._carry.media += media
+        return pending is not None
+
+    def _add_client_tool_item(self, entry: ConversationEntry) -> None:
+        call = read_client_call(entry.type, entry.raw)
+        result = read_client_result(entry.type, entry.raw)
+        if call is not None:
+            # The answer to a call of ours may come with the next segment; those of others are as they were sent.
+            is_optional = entry.turn == 0 or not call.is_awaited
+            self._append_call(entry.turn, call.call_id, call.name, call.arguments, is_optional=is_optional)
+        elif result is not None:
+            self._set_result(result.call_id, result.text)
+        else:
+            self._add_foreign_item(entry)
 
     def _add_foreign_item(self, entry: ConversationEntry) -> None:
         match convert_unsupported_item(entry):

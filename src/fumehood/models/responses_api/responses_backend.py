@@ -80,7 +80,7 @@ class ResponsesApiBackend(HttpModelBackend):
         if request.instructions:
             fields["instructions"] = request.instructions
         tools: list[object] = [self._render_tool(spec) for spec in request.function_tools]
-        tools += [Raw(spec.raw) for spec in request.other_tools if self._settings.passes_tool(spec.type)]
+        tools += [Raw(spec.raw) for spec in request.server_tools]
         self._add_tools(fields, request, tools)
         _add_sampling(fields, request.sampling)
         return fields

@@ -18,7 +18,7 @@ from fumehood.models.rendering.conversation_items import (
     join_text,
     render_file,
 )
-from fumehood.models.rendering.rendering_cache import render_segments
+from fumehood.models.rendering.rendering_cache import EMPTY, render_segments
 from fumehood.models.rendering.server_features import ServerFeatures
 from fumehood.models.rendering.unsupported_tool_items import (
     ExternalToolCall,
@@ -28,7 +28,6 @@ from fumehood.models.rendering.unsupported_tool_items import (
 from fumehood.models.responses_api.reasoning_origin import ReasoningOrigin
 from fumehood.protocol.attachments import Attachment, describe_unshown_file, is_file_part
 from fumehood.protocol.conversation import (
-    COMPACTION_TYPE,
     ConversationEntry,
     ConversationSegment,
     Rendering,
@@ -36,6 +35,7 @@ from fumehood.protocol.conversation import (
 )
 from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.openai.client_tools import CLIENT_TOOL_BY_ITEM, read_client_call, read_client_result
 from fumehood.protocol.openai.items import InputText
 
 _PLACEHOLDER_ID = "rs_0"  # some servers require an id and none uses it
@@ -135,6 +135,7 @@ _message_decoder = msgspec.json.Decoder(_RawMessage)
 _part_decoder = msgspec.json.Decoder(_Part)
 _file_decoder = msgspec.json.Decoder(ItemContentPart)
 _object_decoder = msgspec.json.Decoder(dict[str, Raw])
+_carry_decoder = msgspec.json.Decoder(list[str])
 
 
 def render_input(
@@ -143,7 +144,8 @@ def render_input(
     """The elements of `input`, in chunks of one or more. Raises InvalidRequest for items it cannot render."""
 
     def render(entries: Sequence[ConversationEntry], carry: bytes) -> Rendering:
-        return _SegmentRenderer(features, origin).render(entries), carry
+        awaited_ids = _carry_decoder.decode(carry) if carry else []
+        return _SegmentRenderer(features, origin, awaited_ids).render(entries)
 
     return render_segments(segments, f"responses/{features.cache_key}/{origin.fingerprint}", render)[0]
 
@@ -151,18 +153,22 @@ def render_input(
 class _SegmentRenderer:
     """Renders one segment."""
 
-    def __init__(self, features: ServerFeatures, origin: ReasoningOrigin) -> None:
+    def __init__(
+        self, features: ServerFeatures, origin: ReasoningOrigin, awaited_ids: Sequence[str] = ()
+    ) -> None:
         self._features = features
         self._origin = origin
         self._items: list[bytes] = []
         self._reasoning: list[bytes] = []  # sent with the item that follows, or not at all
         self._results: list[bytes] = []  # of hosted calls; they follow all calls of the turn
         self._foreign_call_ids: set[str] = set()  # rendered calls of other servers' tools
+        # Rendered calls of client tools without a result, which may come with the next segment.
+        self._awaited_ids = dict.fromkeys(awaited_ids)
         self._hosted_call_ids: set[str] = set()  # rendered calls of hosted tools
         self._turn = 0
 
-    def render(self, entries: Sequence[ConversationEntry]) -> bytes:
-        """Raises InvalidRequest."""
+    def render(self, entries: Sequence[ConversationEntry]) -> Rendering:
+        """The items, and the calls that the next segment may answer. Raises InvalidRequest."""
         try:
             answered_ids = {_get_answered_id(entry) for entry in entries if entry.type.endswith("_output")}
             for entry in entries:
@@ -170,7 +176,7 @@ class _SegmentRenderer:
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise InvalidRequest(f"An item cannot be decoded: {error}", param="input") from None
         self._end_turn()
-        return b",".join(self._items)
+        return b",".join(self._items), _encode([*self._awaited_ids]) if self._awaited_ids else EMPTY
 
     def _add_item(self, entry: ConversationEntry, answered_ids: set[str | None]) -> None:
         if entry.turn != self._turn or entry.turn == 0:
@@ -181,6 +187,8 @@ class _SegmentRenderer:
         if exchange is not None and (exchange.half != "result" or exchange.call_id in self._hosted_call_ids):
             self._add_exchange(exchange, answered_ids)
             return
+        if exchange is not None and self._add_client_result(exchange.call_id, exchange.output):
+            return
         match entry.type:
             case "message":
                 self._add_message(entry)
@@ -190,8 +198,10 @@ class _SegmentRenderer:
                 self._add_call(entry, answered_ids)
             case "function_call_output" | "custom_tool_call_output":
                 self._add_output(entry)
-            case _ if self._features.foreign_items and entry.type != COMPACTION_TYPE:
+            case _ if self._features.takes_item(entry.type):
                 self._append_rendered(entry.raw)
+            case _ if entry.type in CLIENT_TOOL_BY_ITEM:
+                self._add_client_tool_item(entry, answered_ids)
             case _:
                 self._add_foreign_item(entry, answered_ids)
 
@@ -259,6 +269,25 @@ class _SegmentRenderer:
         item_class = _CustomOutput if is_custom else _FunctionOutput
         self._items.append(_encode(item_class(output.call_id, self._render_content(output.output, entry))))
 
+    def _add_client_tool_item(self, entry: ConversationEntry, answered_ids: set[str | None]) -> None:
+        call = read_client_call(entry.type, entry.raw)
+        result = read_client_result(entry.type, entry.raw)
+        if result is not None:
+            self._add_client_result(result.call_id, result.text)
+        elif call is None:
+            self._add_foreign_item(entry, answered_ids)
+        elif call.call_id in answered_ids or (entry.turn and call.is_awaited):
+            self._awaited_ids[call.call_id] = None
+            self._append_function_call(call.call_id, call.name, call.arguments)
+
+    def _add_client_result(self, call_id: str, text: str) -> bool:
+        """Add the result of a call of a client tool. False if no such call was rendered."""
+        if call_id not in self._awaited_ids:
+            return False
+        del self._awaited_ids[call_id]
+        self._items.append(_encode(_FunctionOutput(call_id, text)))
+        return True
+
     def _add_foreign_item(self, entry: ConversationEntry, answered_ids: set[str | None]) -> None:
         match convert_unsupported_item(entry):
             case ExternalToolCall() as call if call.call_id in answered_ids:
@@ -266,6 +295,8 @@ class _SegmentRenderer:
                 self._append_function_call(call.call_id, call.name, call.arguments)
             case ExternalToolResult() as result if result.call_id in self._foreign_call_ids:
                 self._items.append(_encode(_FunctionOutput(result.call_id, result.text)))
+            case ExternalToolResult() as result:
+                self._add_client_result(result.call_id, result.text)
             case ToolExchange() as exchange:
                 self._add_exchange(exchange, answered_ids)
             case _:

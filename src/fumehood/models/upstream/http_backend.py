@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Annotated, Any, ClassVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES, run_in_worker
 from fumehood.interfaces import AcceptBatch
@@ -26,7 +26,8 @@ from fumehood.models.upstream.http1_client import (
 from fumehood.models.upstream.stream_parser import UpstreamStreamParser, split_large_deltas
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory, parse_retry_after
 from fumehood.protocol.model_turns import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
-from fumehood.protocol.openai.tool_specs import ModelToolDefinition
+from fumehood.protocol.openai.client_tools import CLIENT_TOOL_TYPES
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition, ToolSpec
 
 _USAGE_TIMEOUT = 5.0  # seconds to wait for the usage after the model has stopped
 _BYTES_PER_TOKEN = 4
@@ -129,6 +130,7 @@ class HttpModelBackend(ABC):
             counts_tokens=self._tokenize_address is not None,
             server=(self._address.host, self._address.port),
             provider=settings.provider_name,
+            passed_tools=tuple(settings.pass_tools),
         )
         self._features = ServerFeatures(
             takes_images=settings.takes_images,
@@ -137,6 +139,9 @@ class HttpModelBackend(ABC):
             replay_reasoning=settings.replay_reasoning,
             custom_tools=settings.passes_tool("custom"),
             foreign_items=any(tool_type != "custom" for tool_type in settings.pass_tools),
+            client_tools=tuple(
+                tool_type for tool_type in CLIENT_TOOL_TYPES if settings.passes_tool(tool_type)
+            ),
         )
         headers = {**settings.headers, **_HEADERS}
         self._secrets = [value for value in settings.headers.values() if len(value) >= _MIN_SECRET_LENGTH]
@@ -179,7 +184,9 @@ class HttpModelBackend(ABC):
             return
         fields["tools"] = tools
         choice = request.tool_choice
-        if isinstance(choice, ModelToolDefinition):
+        if isinstance(choice, ToolSpec):
+            fields["tool_choice"] = _choose_server_tool(choice)
+        elif isinstance(choice, ModelToolDefinition):
             fields["tool_choice"] = self._render_tool_choice(choice)
         elif choice != "auto":  # the default; some servers reject it if it is explicit
             fields["tool_choice"] = choice
@@ -294,6 +301,19 @@ class HttpModelBackend(ABC):
 
     def _create_error_factory(self, model: str) -> UpstreamErrorFactory:
         return UpstreamErrorFactory(model, self._secrets, api_name=self.api_name)
+
+
+class _ServerToolNames(msgspec.Struct):
+    """The fields besides the type by which `tool_choice` names a tool."""
+
+    name: str | UnsetType = UNSET
+    server_label: str | UnsetType = UNSET
+
+
+def _choose_server_tool(spec: ToolSpec) -> object:
+    """The `tool_choice` that forces a tool of the server."""
+    names = msgspec.json.decode(spec.raw, type=_ServerToolNames)
+    return {"type": spec.type, **msgspec.to_builtins(names)}
 
 
 async def _check_response(response: Http1Connection, errors: UpstreamErrorFactory) -> None:

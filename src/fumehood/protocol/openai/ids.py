@@ -6,11 +6,14 @@ import time
 MAX_ID_LENGTH = 64
 
 _ITEM_ID_PREFIXES = {
+    "apply_patch_call": "apc",
+    "apply_patch_call_output": "apco",
     "code_interpreter_call": "ci",
     "compaction": "cmp",
     "custom_tool_call": "ctc",
     "file_search_call": "fs",
     "function_call": "fc",
+    "local_shell_call": "lsh",
     "mcp_approval_request": "mcpr",
     "mcp_call": "mcp",
     "mcp_list_tools": "mcpl",

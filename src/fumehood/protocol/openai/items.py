@@ -186,6 +186,10 @@ class ContainerReference(
     container_id: str
 
 
+class LocalEnvironment(msgspec.Struct, frozen=True, tag_field="type", tag="local"):
+    """The client's own machine."""
+
+
 class ShellAction(msgspec.Struct, kw_only=True):
     """The commands to run; limits are None if the model chose none."""
 
@@ -195,12 +199,12 @@ class ShellAction(msgspec.Struct, kw_only=True):
 
 
 class ShellCall(msgspec.Struct, kw_only=True, tag_field="type", tag="shell_call"):
-    """Commands for a container; the `ShellCallOutput` with the same `call_id` has the results."""
+    """Commands for a container or for the client; the output with the same `call_id` has the results."""
 
     id: str
     call_id: str
     action: ShellAction
-    environment: ContainerReference
+    environment: ContainerReference | LocalEnvironment
     status: ItemStatus = "in_progress"
 
 
@@ -236,6 +240,41 @@ class ShellCallOutput(msgspec.Struct, kw_only=True, tag_field="type", tag="shell
     execution: ExecutionDetails | UnsetType = msgspec.field(name="fumehood:execution", default=UNSET)
 
 
+class LocalShellAction(msgspec.Struct, kw_only=True, tag_field="type", tag="exec"):
+    """One program with its arguments; fields that the model did not set are left out."""
+
+    command: list[str] = []
+    env: dict[str, str] = {}
+    timeout_ms: int | UnsetType = UNSET
+    working_directory: str | UnsetType = UNSET
+
+
+class LocalShellCall(msgspec.Struct, kw_only=True, tag_field="type", tag="local_shell_call"):
+    """A program that the client runs."""
+
+    id: str
+    call_id: str
+    action: LocalShellAction
+    status: ItemStatus = "in_progress"
+
+
+class ApplyPatchOperation(msgspec.Struct, kw_only=True):
+    """A change of one file. `diff` is in the V4A format; a file that is deleted has none."""
+
+    type: Literal["create_file", "update_file", "delete_file"]
+    path: str
+    diff: str | UnsetType = UNSET
+
+
+class ApplyPatchCall(msgspec.Struct, kw_only=True, tag_field="type", tag="apply_patch_call"):
+    """A change of a file that the client makes. One that was cut off stays `in_progress`, without its diff."""
+
+    id: str
+    call_id: str
+    operation: ApplyPatchOperation
+    status: Literal["in_progress", "completed"] = "in_progress"
+
+
 class CompactionItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="compaction"):
     """Replaces everything before it; only the gateway can decrypt its content."""
 
@@ -251,6 +290,8 @@ type AuthoredItem = (
     | CodeInterpreterCall
     | ShellCall
     | ShellCallOutput
+    | LocalShellCall
+    | ApplyPatchCall
     | CompactionItem
 )
 # Raw: an item of a model server that speaks the Responses API itself.

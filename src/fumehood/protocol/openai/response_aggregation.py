@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET
 
 from fumehood.protocol.openai.items import (
+    ApplyPatchCall,
     CodeInterpreterCall,
     CustomToolCall,
     FunctionCall,
@@ -23,6 +24,7 @@ from fumehood.protocol.openai.items import (
 )
 from fumehood.protocol.openai.responses import Response
 from fumehood.protocol.openai.stream_events import (
+    ApplyPatchDiffDelta,
     CodeInterpreterCallCodeDelta,
     ContentPartAdded,
     ContentPartDone,
@@ -112,6 +114,8 @@ def _mutable_copy(item: OutputItem) -> OutputItem:
             return msgspec.structs.replace(item, action=action)
         case ShellCallOutput():
             return msgspec.structs.replace(item, output=list(item.output))
+        case ApplyPatchCall():
+            return msgspec.structs.replace(item, operation=msgspec.structs.replace(item.operation))
         case _:
             return item
 
@@ -139,14 +143,16 @@ def _apply_to_output_item(item: OutputItem, event: StreamEvent) -> None:
             item.input += event.delta
         case (CodeInterpreterCall(), CodeInterpreterCallCodeDelta()):
             item.code = (item.code or "") + event.delta
-        case (ShellCall() | ShellCallOutput(), _):
-            _apply_to_shell_item(item, event)
+        case (ShellCall() | ShellCallOutput() | ApplyPatchCall(), _):
+            _apply_to_tool_item(item, event)
         case _:
             pass
 
 
-def _apply_to_shell_item(item: ShellCall | ShellCallOutput, event: StreamEvent) -> None:
+def _apply_to_tool_item(item: ShellCall | ShellCallOutput | ApplyPatchCall, event: StreamEvent) -> None:
     match item, event:
+        case (ApplyPatchCall(), ApplyPatchDiffDelta()):
+            item.operation.diff = (item.operation.diff or "") + event.delta
         case (ShellCall(), ShellCallCommandAdded()):
             item.action.commands.append(event.command)
         case (ShellCall(), ShellCallCommandDelta()):

@@ -7,12 +7,16 @@ Each text is one delta, so the stream differs from the first one, but
 from collections.abc import Iterator
 
 import msgspec
+from msgspec import UNSET
 
 from fumehood.protocol.openai.api_errors import ErrorDetail
 from fumehood.protocol.openai.items import (
+    ApplyPatchCall,
     CodeInterpreterCall,
     CustomToolCall,
     FunctionCall,
+    LocalShellAction,
+    LocalShellCall,
     OutputItem,
     OutputMessage,
     OutputText,
@@ -24,7 +28,10 @@ from fumehood.protocol.openai.items import (
     SummaryText,
 )
 from fumehood.protocol.openai.responses import Response
+from fumehood.protocol.openai.shell_commands import make_command_events
 from fumehood.protocol.openai.stream_events import (
+    ApplyPatchDiffDelta,
+    ApplyPatchDiffDone,
     CodeInterpreterCallCodeDelta,
     CodeInterpreterCallCodeDone,
     CodeInterpreterCallCompleted,
@@ -56,9 +63,6 @@ from fumehood.protocol.openai.stream_events import (
     ResponseFailed,
     ResponseIncomplete,
     ResponseInProgress,
-    ShellCallCommandAdded,
-    ShellCallCommandDelta,
-    ShellCallCommandDone,
     ShellCallOutputDelta,
     ShellCallOutputDone,
     ShellOutputText,
@@ -130,11 +134,16 @@ def _item_events(item: OutputItem, index: int) -> Iterator[StreamEvent]:
             action = msgspec.structs.replace(item.action, commands=[])
             empty = msgspec.structs.replace(item, action=action, status="in_progress")
             yield OutputItemAdded(output_index=index, item=empty)
-            yield from _command_events(item, index)
+            yield from make_command_events(item.action.commands, index)
         case ShellCallOutput():
             empty = msgspec.structs.replace(item, output=[], status="in_progress")
             yield OutputItemAdded(output_index=index, item=empty)
             yield from _shell_output_events(item, index)
+        case LocalShellCall():
+            empty = msgspec.structs.replace(item, action=LocalShellAction(), status="in_progress")
+            yield OutputItemAdded(output_index=index, item=empty)
+        case ApplyPatchCall():
+            yield from _patch_events(item, index)
         case _:  # authored by a model server; its delta events are unknown
             yield OutputItemAdded(output_index=index, item=item)
     yield OutputItemDone(output_index=index, item=item)
@@ -202,11 +211,15 @@ def _code_events(item: CodeInterpreterCall, index: int) -> Iterator[StreamEvent]
         yield end_event(item_id=item.id, output_index=index)
 
 
-def _command_events(item: ShellCall, index: int) -> Iterator[StreamEvent]:
-    for number, command in enumerate(item.action.commands):
-        yield ShellCallCommandAdded(output_index=index, command_index=number)
-        yield ShellCallCommandDelta(output_index=index, command_index=number, delta=command)
-        yield ShellCallCommandDone(output_index=index, command_index=number, command=command)
+def _patch_events(item: ApplyPatchCall, index: int) -> Iterator[StreamEvent]:
+    diff = item.operation.diff
+    empty = item.operation if diff is UNSET else msgspec.structs.replace(item.operation, diff="")
+    yield OutputItemAdded(
+        output_index=index, item=msgspec.structs.replace(item, operation=empty, status="in_progress")
+    )
+    if diff is not UNSET:
+        yield ApplyPatchDiffDelta(item_id=item.id, output_index=index, delta=diff)
+        yield ApplyPatchDiffDone(item_id=item.id, output_index=index, diff=diff)
 
 
 def _shell_output_events(item: ShellCallOutput, index: int) -> Iterator[StreamEvent]:

@@ -15,6 +15,7 @@ type Metadata = Annotated[
 # What every model server and database can store.
 MAX_INT32 = 2**31 - 1
 
+WARNINGS_FIELD = "fumehood:warnings"
 # An object whose values are not decoded. msgspec has no `Raw | None`.
 type JsonObject = dict[str, Raw]
 
@@ -159,7 +160,10 @@ class IncompleteDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """A response. Every field is always sent, as null if it is empty; only `conversation` and `user` are omitted."""
+    """A response. Every field is always sent, as null if it is empty; only `conversation` and `user` are omitted.
+
+    warnings: our extension, omitted if there are none: what of the request is not served.
+    """
 
     id: str
     object: Literal["response"] = "response"
@@ -196,6 +200,7 @@ class Response(msgspec.Struct, kw_only=True):
     metadata: Metadata = {}
     user: str | UnsetType | None = UNSET
     conversation: JsonObject | UnsetType | None = UNSET
+    warnings: list[str] | UnsetType = msgspec.field(name=WARNINGS_FIELD, default=UNSET)
 
 
 class CompactedResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,6 +211,7 @@ class CompactedResponse(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
     output: list[CompactionItem]
     usage: Usage
+    warnings: list[str] | UnsetType = msgspec.field(name=WARNINGS_FIELD, default=UNSET)
 
 
 class InputTokenCount(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,6 +220,7 @@ class InputTokenCount(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
     exact: bool = msgspec.field(name="fumehood:exact")
+    warnings: list[str] | UnsetType = msgspec.field(name=WARNINGS_FIELD, default=UNSET)
 
 
 class DeletedObject(msgspec.Struct, frozen=True, kw_only=True):

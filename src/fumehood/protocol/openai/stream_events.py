@@ -217,6 +217,18 @@ class ShellCallCommandDone(ShellCommandEvent, kw_only=True, tag="response.shell_
     command: str
 
 
+class ApplyPatchDiffDelta(
+    ItemEvent, kw_only=True, gc=False, tag="response.apply_patch_call_operation_diff.delta"
+):
+    """Part of the diff. OpenAI sends it and `ApplyPatchDiffDone`; its SDKs have no types for them."""
+
+    delta: str
+
+
+class ApplyPatchDiffDone(ItemEvent, kw_only=True, tag="response.apply_patch_call_operation_diff.done"):
+    diff: str
+
+
 class ShellOutputText(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Output of a command, on one stream or both."""
 

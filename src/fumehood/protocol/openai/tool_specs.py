@@ -101,6 +101,17 @@ def parse_tool(raw: Raw, where: str) -> ToolSpec:
     return ToolSpec(tag.type, tag.name, bytes(raw))
 
 
+class _SearchAccess(msgspec.Struct):
+    external_web_access: object = None
+
+
+def is_cached_search(spec: ToolSpec) -> bool:
+    """Whether it is a web search that may not reach the web, as Codex sends it with every request."""
+    if not spec.type.startswith("web_search"):
+        return False
+    return msgspec.json.decode(spec.raw, type=_SearchAccess).external_web_access is False
+
+
 def check_tool_name(spec: ToolSpec, where: str) -> None:
     """Raise InvalidRequest if the name of a function or custom tool is missing or does not match OpenAI's pattern."""
     param = f"{where}.name"
