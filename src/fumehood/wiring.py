@@ -7,7 +7,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,6 +226,7 @@ async def assemble_gateway(
             min_bytes_per_second=config.limits.min_body_bytes_per_second,
             serve_metrics=config.telemetry.metrics,
             pass_fields={name for model in config.models for name in model.pass_fields},
+            hosted_tools=_list_hosted_types(config, tools),
             readiness_problem=SandboxReadiness(sandboxes, clock) if interpreter.enabled else None,
         )
         app = gateway
@@ -510,6 +511,14 @@ def _build_tools(
         )
         tools.insert(0, hosted_interpreter)
     return tools
+
+
+def _list_hosted_types(config: GatewayConfig, tools: Sequence[HostedTool]) -> list[str]:
+    """The tool types that this gateway serves."""
+    runs_shells = config.providers.shell.enabled and config.providers.code_interpreter.enabled
+    return sorted(
+        kind for tool in tools if runs_shells or not isinstance(tool, ShellTool) for kind in tool.types
+    )
 
 
 async def _open_sandboxes(

@@ -316,8 +316,9 @@ def test_pictures_of_the_user_reach_the_model(gateway: RunningGateway) -> None:
 
 
 def test_models(gateway: RunningGateway) -> None:
-    names = [card.id for card in gateway.strict.models.list()]
-    assert "direct" in names
+    cards = {card.id: card for card in gateway.strict.models.list()}
+    for card in (cards["direct"], gateway.strict.models.retrieve("direct")):
+        assert (card.model_extra or {})["fumehood:tools"] == ["code_interpreter", "shell"]
 
 
 def test_direct_runs_fenced_python(gateway: RunningGateway) -> None:

@@ -1,10 +1,11 @@
 """The gateway's ASGI application: routing, authentication, error responses and the request log."""
 
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from re import Pattern
 
+import msgspec
 from starlette.routing import compile_path
 
 from fumehood.gateway.authentication import (
@@ -39,7 +40,7 @@ from fumehood.http_server.route_suggestions import format_path, suggest_routes
 from fumehood.http_server.slow_clients import MIN_BYTES_PER_SECOND
 from fumehood.interfaces import Caller, ContainerService, FileService, ModelProvider, RunService
 from fumehood.protocol.api_keys import ApiKeyScope
-from fumehood.protocol.model_turns import ModelList
+from fumehood.protocol.model_turns import ModelCard, ModelList
 from fumehood.protocol.openai.api_errors import (
     ApiError,
     Conflict,
@@ -79,6 +80,7 @@ class Gateway:
     min_bytes_per_second: minimum average rate of a request body; 0 disables the check.
     serve_metrics: whether to serve /metrics.
     pass_fields: additional request fields that are passed to model servers unchanged.
+    hosted_tools: types of the tools that every model gets; /v1/models announces them.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Gateway:
         min_bytes_per_second: int = MIN_BYTES_PER_SECOND,
         serve_metrics: bool = True,
         pass_fields: Collection[str] = (),
+        hosted_tools: Sequence[str] = (),
     ) -> None:
         self.metrics = metrics or GatewayMetrics()
         self.cors = cors or CorsPolicy()
@@ -109,6 +112,7 @@ class Gateway:
         self._openapi_json: bytes | None = None
         self._readiness_problem = readiness_problem
         self._models = models
+        self._hosted_tools = hosted_tools
         self._min_bytes_per_second = min_bytes_per_second
         limits = limits or RequestLimiter()
         self.metrics.limit_rejections = limits.rejections
@@ -279,11 +283,18 @@ class Gateway:
     # ---- models, health, metrics, OpenAPI -----------------------------------------------------------------------
 
     async def _list_models(self, exchange: GatewayExchange, _caller: Caller) -> None:
-        await exchange.respond_json(ModelList(data=await self._models.list_models()))
+        await exchange.respond_json(ModelList(data=await self._list_cards()))
+
+    async def _list_cards(self) -> list[ModelCard]:
+        """The models with the tools that they get: all that are hosted here, and those that their server hosts."""
+        return [
+            msgspec.structs.replace(card, tools=[*dict.fromkeys((*self._hosted_tools, *card.tools))])
+            for card in await self._models.list_models()
+        ]
 
     async def _get_model(self, exchange: GatewayExchange, _caller: Caller) -> None:
         wanted = exchange.path_parameters["model"]
-        for card in await self._models.list_models():
+        for card in await self._list_cards():
             if card.id == wanted:
                 await exchange.respond_json(card)
                 return

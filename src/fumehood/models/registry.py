@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+import msgspec
+
 from fumehood.gateway_stats import ModelStats
 from fumehood.interfaces import Clock, ModelBackend
 from fumehood.models.chat_completions.chat_backend import ChatCompletionsBackend
@@ -22,6 +24,7 @@ from fumehood.protocol.openai.api_errors import InvalidRequest, ModelError
 logger = logging.getLogger(__name__)
 
 _OWNER = "fumehood"
+_CLIENT_TOOLS = ("function", "custom")  # the client runs them
 _MODEL_LIST_TTL = 60.0  # seconds for which a server's model list is cached
 _MODEL_LIST_TIMEOUT = 5.0
 
@@ -32,11 +35,13 @@ class ModelRoute:
 
     name: the model name that the list shows for this route; None for a pattern.
     list_models: asks the server for the models behind a pattern, raises ModelError; None if there is nothing to list.
+    passed_tools: types of hosted tools that its server gets unchanged.
     """
 
     match: str
     backend: ModelBackend
     name: str | None = None
+    passed_tools: Sequence[str] = ()
     list_models: Callable[[], Awaitable[Sequence[ModelCard]]] | None = None
     cached_models: Sequence[ModelCard] = ()
     cached_at: float | None = None
@@ -73,7 +78,7 @@ class ModelRegistry:
         for route, listed in zip(self._routes, found, strict=True):
             for card in listed:
                 if self._find_route(card.id) is route:
-                    cards.setdefault(card.id, card)
+                    cards.setdefault(card.id, msgspec.structs.replace(card, tools=[*route.passed_tools]))
         return list(cards.values())
 
     async def close(self) -> None:
@@ -156,5 +161,9 @@ def _open_route(
     # If all names of a pattern mean one model, there is nothing to list.
     listable = settings.is_pattern and settings.name is None
     return ModelRoute(
-        settings.match, backend, name=name, list_models=server.list_models if listable else None
+        settings.match,
+        backend,
+        name=name,
+        list_models=server.list_models if listable else None,
+        passed_tools=[kind for kind in settings.pass_tools if kind not in _CLIENT_TOOLS],
     )

@@ -197,7 +197,10 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of /v1/models."""
+    """One entry of /v1/models.
+
+    tools: types of the tools that are hosted for this model, here or by its server; `*` if its server gets all.
+    """
 
     id: str
     created: int
@@ -210,3 +213,4 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
     object: Literal["list"] = "list"
     data: Sequence[ModelCard]
+    tools: Sequence[str] = msgspec.field(name="fumehood:tools", default_factory=list[str])

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
+from fumehood.models.model_settings import ModelSettings
+from fumehood.models.registry import open_model_registry
 from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import ConversationEntry
 from fumehood.protocol.openai.responses import Response
-from tests.support.scripted_gateway import ScriptedGateway, raw_items
+from fumehood.testing import FakeClock
+from tests.support.scripted_gateway import ScriptedGateway, raw_items, run_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -233,8 +236,34 @@ async def test_models(gateway: ScriptedGateway) -> None:
             "created": 1,
             "owned_by": "tests",
             "object": "model",
+            "fumehood:tools": [],
         }
     assert (await gateway.request("GET", "/v1/models/none")).error == (404, "model_not_found", "model")
+
+
+async def test_models_announce_their_tools() -> None:
+    """Those that the gateway hosts, then those that their server hosts."""
+    settings = [
+        ModelSettings(match="plain", backend="direct"),
+        ModelSettings(
+            match="searches",
+            backend="responses",
+            base_url="http://127.0.0.1:9/v1",
+            pass_tools=["web_search", "custom", "shell"],
+        ),
+        ModelSettings(match="all", backend="responses", base_url="http://127.0.0.1:9/v1", pass_tools=["*"]),
+    ]
+    models = open_model_registry(settings, FakeClock(), {})
+    async with run_gateway(models=models, hosted_tools=["code_interpreter", "shell"]) as gateway:
+        listed = (await gateway.request("GET", "/v1/models")).json["data"]
+        single = (await gateway.request("GET", "/v1/models/searches")).json
+    await models.close()
+    assert {card["id"]: card["fumehood:tools"] for card in listed} == {
+        "plain": ["code_interpreter", "shell"],
+        "searches": ["code_interpreter", "shell", "web_search"],
+        "all": ["code_interpreter", "shell", "*"],
+    }
+    assert single == listed[1]
 
 
 # --- files of containers ------------------------------------------------------------------------------
