@@ -19,8 +19,9 @@ OUTPUTS: Any = ["code_interpreter_call.outputs"]
 class RunningGateway:
     """strict: a client that refuses whatever its own types do not know; client: one as most people have.
 
-    The model is `scripted`. `far` is another gateway, which has no code interpreter and asks the same scripted model;
-    its models are `far` and `far-direct` here, and `far-native`, which gets the client's tools as they are.
+    The model is `scripted`, or `scripted-reasoning` as one whose server takes reasoning back. `far` is another gateway,
+    which has no code interpreter and asks the same scripted model; its models are `far` and `far-direct` here, and
+    `far-native`, which gets the client's tools as they are.
     """
 
     process: GatewayProcess
@@ -61,8 +62,12 @@ def make_settings(model: ScriptedModelServer, **interpreter: object) -> dict[str
     }
 
 
-def make_model_routes(model: ScriptedModelServer) -> list[dict[str, str]]:
-    return [{"match": "scripted*", "base_url": model.url}, {"match": "direct", "backend": "direct"}]
+def make_model_routes(model: ScriptedModelServer) -> list[dict[str, object]]:
+    return [
+        {"match": "scripted-reasoning", "base_url": model.url, "replay_reasoning": True},
+        {"match": "scripted*", "base_url": model.url},
+        {"match": "direct", "backend": "direct"},
+    ]
 
 
 def make_chained_settings(far: GatewayProcess, model: ScriptedModelServer) -> dict[str, object]:

@@ -100,16 +100,28 @@ def turns(draw: st.DrawFn) -> list[object]:
     st.booleans(),
     st.none() | st.integers(1, 3),
     st.sampled_from([None, "none", "required"]),
+    st.sampled_from([None, {"summary": "auto"}]),
+    st.sampled_from([None, ["reasoning.encrypted_content"]]),
 )
 @settings(max_examples=300, deadline=None)
 async def test_every_stream_adds_up(
-    script: list[list[object]], parallel: bool, most: int | None, choice: str | None
+    script: list[list[object]],
+    parallel: bool,
+    most: int | None,
+    choice: str | None,
+    reasoning: object,
+    include: list[str] | None,
 ) -> None:
     # Whatever comes after the script is an answer.
     model = ScriptedModel(*script, *([ModelTextDelta("end")] for _ in range(8)))  # pyright: ignore[reportArgumentType]
     engine = EngineHarness(model, [EchoTool()])
     streamed = await engine.stream(
-        tools=TOOLS, parallel_tool_calls=parallel, max_tool_calls=most, tool_choice=choice
+        tools=TOOLS,
+        parallel_tool_calls=parallel,
+        max_tool_calls=most,
+        tool_choice=choice,
+        reasoning=reasoning,
+        include=include,
     )
     response = check_invariants(streamed)
     assert await engine.store.get_response("", response.id) == response

@@ -1,21 +1,14 @@
 """Unusual model servers, as a client of the gateway sees them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from fumehood.engine.agent_loop import LoopLimits
-from fumehood.engine.run_service import EngineRunService
-from fumehood.models.model_settings import ModelSettings
-from fumehood.models.registry import open_model_registry
-from fumehood.testing import FakeClock, MemoryStore
 from tests.support import raw_model_server, responses_events
+from tests.support.model_server_gateway import run_gateway_before
 from tests.support.raw_model_server import (
     BREAK_CONNECTION,
-    RawModelServer,
     ReceivedRequest,
     Responder,
     chunk,
@@ -24,25 +17,7 @@ from tests.support.raw_model_server import (
     says,
     stream,
 )
-from tests.support.recording_clock import RecordingClock
-from tests.support.scripted_gateway import ScriptedGateway, run_gateway
 from tests.support.sse_parsing import parse_events
-
-
-@asynccontextmanager
-async def run_gateway_before(
-    *answers: Responder, backend: Any = "chat_completions", **settings: Any
-) -> AsyncGenerator[tuple[ScriptedGateway, RawModelServer]]:
-    """One whose model server answers with these, and that server."""
-    async with raw_model_server.open_raw_model_server(*answers) as server:
-        entry = ModelSettings(base_url=server.url, backend=backend, **settings)
-        models = open_model_registry([entry], RecordingClock(), {})
-        clock = FakeClock()
-        store = MemoryStore(clock)
-        runs = EngineRunService(models, [], store, clock, limits=LoopLimits(characters=50_000))
-        async with run_gateway(runs=runs, store=store) as gateway:
-            yield gateway, server
-        await models.close()
 
 
 def flood() -> Responder:

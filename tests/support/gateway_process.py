@@ -189,6 +189,13 @@ def text_answer(*texts: str) -> Responder:
     return stream(*pieces, chunk(finish="stop"), USAGE, DONE)
 
 
+def reasoning_answer(reasoning: str, text: str) -> Responder:
+    """The model thinks before it answers."""
+    half = len(reasoning) // 2
+    pieces = [chunk({"reasoning_content": piece}) for piece in (reasoning[:half], reasoning[half:])]
+    return stream(*pieces, chunk({"content": text}), chunk(finish="stop"), USAGE, DONE)
+
+
 def tool_call(
     name: str, arguments: object, *, call_id: str = "call_1", pieces: int = 5, index: int = 0
 ) -> list[bytes]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fumehood.engine.run_service import EngineRunService
 from fumehood.gateway_stats import BucketHistogram
 from fumehood.interfaces import Caller, HostedTool, RunService
-from fumehood.protocol.model_turns import AnyModelEvent, ModelRequest
+from fumehood.protocol.model_turns import AnyModelEvent, ModelCallStarted, ModelRequest
 from fumehood.protocol.openai.responses import CreateResponse, Response
 from fumehood.telemetry.instrumentation import (
     InstrumentedHostedTool,
@@ -173,6 +173,37 @@ async def test_content_is_captured_at_the_end_and_released(caplog: pytest.LogCap
             case _:
                 assert isinstance(record, ToolCallRecord)
                 assert (record.arguments, record.output) == ("", "")
+
+
+class CallIdListener(RecordingListener):
+    """Collects the ids of calls as the model's turns and as the tool's spans have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.announced_ids: list[str] = []
+        self.run_ids: list[str] = []
+
+    @override
+    def on_end(self, record: SpanRecord) -> None:
+        if isinstance(record, TurnRecord):
+            events = record.events or ()
+            self.announced_ids += [event.call_id for event in events if isinstance(event, ModelCallStarted)]
+        elif isinstance(record, ToolCallRecord):
+            self.run_ids.append(record.call_id)
+
+
+async def test_calls_have_the_ids_of_the_conversation() -> None:
+    again = calls("echo", {"text": "x"}, call_id="call_0")
+    recorder = CallIdListener()
+    dispatcher = RecordDispatcher([], recorder)
+    runs = create_runs(dispatcher, ScriptedModel(again, again, says("Done")), EchoTool())
+    run = await runs.start(decode_request(tools=[ECHO]), Caller())
+    async for _ in read_batches(run):
+        pass
+    await runs.drain(0)
+    dispatcher.flush()
+    assert recorder.run_ids == recorder.announced_ids
+    assert len(set(recorder.run_ids)) == 2
 
 
 async def test_ended_records_are_dispatched_in_batches_or_after_a_delay() -> None:

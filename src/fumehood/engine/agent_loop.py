@@ -18,6 +18,7 @@ from fumehood.cpu_worker import run_in_worker
 from fumehood.engine.compaction_plan import compute_max_threshold, estimate_last_turn
 from fumehood.engine.compactor import DEFAULT_CONTEXT_WINDOW, Compactor
 from fumehood.engine.context_truncation import compute_input_token_limit, truncate_to_fit
+from fumehood.engine.reasoning_sealer import ReasoningSealer
 from fumehood.engine.request_preparation import PreparedRequest
 from fumehood.engine.run_event_log import EventLog
 from fumehood.engine.token_counter import TokenCounter, estimate_cost
@@ -31,7 +32,12 @@ from fumehood.interfaces import (
     ToolCallContext,
     ToolCallResult,
 )
-from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, append_segments
+from fumehood.protocol.conversation import (
+    CallIdIndex,
+    ConversationEntry,
+    ConversationSegment,
+    append_segments,
+)
 from fumehood.protocol.model_turns import ModelRequest
 from fumehood.protocol.openai.api_errors import (
     ApiError,
@@ -96,6 +102,7 @@ class AgentLoop:
         limits: LoopLimits,
         token_counter: TokenCounter,
         compactor: Compactor,
+        reasoning_sealer: ReasoningSealer,
     ) -> None:
         self.failure: ApiError | None = None
         self.is_unstored = False
@@ -108,6 +115,7 @@ class AgentLoop:
         self._limits = limits
         self._token_counter = token_counter
         self._compactor = compactor
+        self._reasoning_sealer = reasoning_sealer
         self._compaction_threshold = _find_compaction_threshold(prepared, backend)  # in tokens
         self._deadline = clock.monotonic() + limits.seconds
         self._phase: Literal["new", "running", "finishing"] = "new"
@@ -118,6 +126,7 @@ class AgentLoop:
         # The conversation as the model sees it, and the segments that this response has added.
         self._window = prepared.window
         self._new_segments: list[ConversationSegment] = []
+        self._call_ids = CallIdIndex(append_segments(prepared.past, (prepared.input,)))
         self._first_request: ModelRequest | None = None  # built by `validate_first_request`, until it is sent
         # The current turn and its request.
         self._turn: TurnAssembler | None = None
@@ -132,6 +141,7 @@ class AgentLoop:
 
     def validate_first_request(self) -> None:
         """Build the first model request. Raises InvalidRequest if the backend cannot send it."""
+        self._call_ids.read_new_segments()
         self._first_request = self._build_model_request(1, self._select_toolbox(1))
         self._backend.validate_request(self._first_request)
 
@@ -237,6 +247,8 @@ class AgentLoop:
             max_hosted_calls=self._count_remaining_calls(),
             single_call=not self._prepared.response.parallel_tool_calls,
             max_characters=self._limits.characters,
+            summarises_reasoning=self._prepared.response.reasoning.asks_for_summary,
+            seal_reasoning=self._seal_reasoning if self._prepared.wants_encrypted_reasoning else None,
         )
         request = self._first_request or self._build_model_request(number, toolbox)
         self._first_request = None
@@ -255,6 +267,7 @@ class AgentLoop:
                 await turn.feed(batch)
         if turn.turn_end is None:
             raise ModelUnreachable("The model server ended its answer in the middle.")
+        self._call_ids.update(turn.call_ids)
         self._usage = _add_usage(self._usage, turn.turn_end.usage)
         if turn.turn_end.reason == "length":
             self._incomplete_reason = "max_output_tokens"
@@ -369,10 +382,14 @@ class AgentLoop:
                 if spec.name in toolbox.hosted_tools or spec.name not in hosted_tools
             ],
             tool_choice=choice,
+            used_call_ids=self._call_ids,
             sampling=msgspec.structs.replace(
                 first.sampling, max_output_tokens=self._count_remaining_tokens()
             ),
         )
+
+    def _seal_reasoning(self, texts: Sequence[str]) -> str | None:
+        return self._reasoning_sealer.seal(self._prepared.caller.tenant, texts)
 
     def _make_call_context(self, output_index: int, call_id: str) -> ToolCallContext:
         return ToolCallContext(

@@ -1,5 +1,7 @@
 """Loads the conversation before a request, and turns the items of the request into entries."""
 
+import contextlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
@@ -7,12 +9,15 @@ import msgspec
 from msgspec import Meta, Raw
 
 from fumehood.cpu_worker import ITEM_COST_BYTES, WORKER_THRESHOLD_BYTES, run_in_worker
+from fumehood.engine.reasoning_sealer import ReasoningSealer, read_encrypted_content
 from fumehood.interfaces import Caller, ConversationStore, HostedTool, ReserveMemory
 from fumehood.protocol.conversation import (
     COMPACTION_TYPE,
+    CallIdIndex,
     ConversationEntry,
     ConversationSegment,
     conversation_size,
+    read_call_id,
 )
 from fumehood.protocol.openai.api_errors import InvalidRequest, PreviousResponseNotFound
 from fumehood.protocol.openai.client_tools import (
@@ -32,6 +37,7 @@ _OUTPUT_TYPE_BY_CALL = {
     "custom_tool_call": "custom_tool_call_output",
 }
 _OUTPUT_TYPES = frozenset(_OUTPUT_TYPE_BY_CALL.values())
+_MAX_CALL_ID_STEM = 48  # characters of an id that are kept when a number is added
 _STORED_TYPES = frozenset({"item_reference", "reasoning"})
 
 
@@ -41,6 +47,7 @@ class _CallTag(msgspec.Struct):
 
 
 _call_tag_decoder = msgspec.json.Decoder(_CallTag)
+_fields_decoder = msgspec.json.Decoder(dict[str, Raw])
 
 
 class ConversationLoader:
@@ -49,9 +56,12 @@ class ConversationLoader:
     tools: hosted tools by each item type that they make.
     """
 
-    def __init__(self, store: ConversationStore, tools: Mapping[str, HostedTool]) -> None:
+    def __init__(
+        self, store: ConversationStore, tools: Mapping[str, HostedTool], reasoning_sealer: ReasoningSealer
+    ) -> None:
         self._store = store
         self._tools = tools
+        self._reasoning_sealer = reasoning_sealer
 
     async def load_past(self, request: CreateResponse, caller: Caller) -> Sequence[ConversationSegment]:
         """Load the conversation that the request continues. Raises PreviousResponseNotFound."""
@@ -91,7 +101,7 @@ class ConversationLoader:
         items = await run_in_worker(size, _peek_items, raws)
         stored = await self._load_referenced(items, caller)
         reserve_if_large(reserve_memory, sum([entry.size for entry in stored.values()]))
-        return await run_in_worker(size, self._build_entries, items, stored, past)
+        return await run_in_worker(size, self._build_entries, items, stored, past, caller)
 
     async def _load_referenced(
         self, items: Sequence[InputItem], caller: Caller
@@ -107,18 +117,20 @@ class ConversationLoader:
         items: Sequence[InputItem],
         stored: Mapping[str, ConversationEntry],
         past: Sequence[ConversationSegment],
+        caller: Caller,
     ) -> tuple[ConversationEntry, ...]:
         items = complete_call_ids(items, past[-1].entries if past else ())
         entries = tuple(
-            [self._build_entry(item, stored, f"input[{number}]") for number, item in enumerate(items)]
+            [self._build_entry(item, stored, caller, f"input[{number}]") for number, item in enumerate(items)]
         )
+        entries = _rename_repeated_calls(entries, past)
         check_size(entries, past)
         compacted = max((n for n, entry in enumerate(entries, 1) if entry.type == COMPACTION_TYPE), default=0)
         _check_call_outputs(entries, () if compacted else past, compacted)
         return entries
 
     def _build_entry(
-        self, item: InputItem, stored: Mapping[str, ConversationEntry], where: str
+        self, item: InputItem, stored: Mapping[str, ConversationEntry], caller: Caller, where: str
     ) -> ConversationEntry:
         known = stored.get(item.id) if item.id else None
         if item.type == "item_reference":
@@ -127,16 +139,25 @@ class ConversationLoader:
             if known is None:
                 raise InvalidRequest(f"Item with id '{item.id}' not found.", param=where)
             return msgspec.structs.replace(known, turn=0)
-        if item.type == "reasoning" and known is not None and known.type == item.type:
-            # The stored item has the encrypted content, which clients seldom send back.
-            return msgspec.structs.replace(known, turn=0)
         identity = item.id or new_item_id(item.type)
         entry = ConversationEntry(type=item.type, id=identity, turn=0, raw=item.raw)
+        if item.type == "reasoning":
+            return self._build_reasoning_entry(entry, known, caller, where)
         tool = self._tools.get(item.type)
         if tool is None:
             return entry
         exchange = known.exchange if known is not None and known.exchange else tool.rebuild_exchange(entry)
         return msgspec.structs.replace(entry, exchange=exchange)
+
+    def _build_reasoning_entry(
+        self, entry: ConversationEntry, known: ConversationEntry | None, caller: Caller, where: str
+    ) -> ConversationEntry:
+        """Prefer the stored item: it has the text and the encrypted content, which clients seldom send back."""
+        if known is not None and known.type == entry.type:
+            with contextlib.suppress(msgspec.ValidationError):
+                if read_encrypted_content(entry) in (None, "", read_encrypted_content(known)):
+                    return msgspec.structs.replace(known, turn=0)
+        return self._reasoning_sealer.open_entry(caller.tenant, entry, where)
 
 
 def _peek_items(raws: Sequence[Raw]) -> list[InputItem]:
@@ -230,6 +251,50 @@ def _find_unanswered_client_calls(
     return awaited and awaited - {
         peek_call_id(entry.raw) for _, entry in visible if entry.type.endswith("_call_output")
     }
+
+
+def _rename_repeated_calls(
+    entries: tuple[ConversationEntry, ...], past: Sequence[ConversationSegment]
+) -> tuple[ConversationEntry, ...]:
+    """Give every call an id of its own, and its output the same one.
+
+    Some servers number the calls of each turn anew, and their clients send all turns back. An output belongs to the
+    first call of its id that has none yet. The new ids depend on the conversation alone, so that the model server's
+    prompt cache stays valid.
+    """
+    if not any(entry.exchange is not None or entry.type.endswith("_call") for entry in entries):
+        return entries
+    used, past_ids = set[str](), CallIdIndex(past)
+    counts = dict[str, int]()
+    unanswered = dict[str, deque[str]]()
+    renamed: list[ConversationEntry] = []
+    for entry in entries:
+        call_id = unique_id = read_call_id(entry)
+        if call_id is not None and unique_id is not None:
+            if _is_call_output(entry):
+                unique_id = unanswered[call_id].popleft() if unanswered.get(call_id) else call_id
+            else:
+                while unique_id in used or unique_id in past_ids:
+                    counts[call_id] = counts.get(call_id, 1) + 1
+                    unique_id = f"{call_id[:_MAX_CALL_ID_STEM]}_{counts[call_id]}"
+                used.add(unique_id)
+                unanswered.setdefault(call_id, deque()).append(unique_id)
+            if unique_id != call_id:
+                entry = _replace_call_id(entry, unique_id)
+        renamed.append(entry)
+    return tuple(renamed)
+
+
+def _is_call_output(entry: ConversationEntry) -> bool:
+    return entry.type.endswith("_output") if entry.exchange is None else entry.exchange.half == "result"
+
+
+def _replace_call_id(entry: ConversationEntry, call_id: str) -> ConversationEntry:
+    fields = _fields_decoder.decode(entry.raw)
+    if "call_id" in fields:
+        fields["call_id"] = Raw(msgspec.json.encode(call_id))
+    exchange = entry.exchange and msgspec.structs.replace(entry.exchange, call_id=call_id)
+    return msgspec.structs.replace(entry, raw=msgspec.json.encode(fields), exchange=exchange)
 
 
 def _is_incomplete(entry: ConversationEntry) -> bool:

@@ -66,6 +66,8 @@ from fumehood.protocol.openai.stream_events import (
 )
 from fumehood.protocol.streaming_json import StringFieldScanner
 
+_TEXT_PARAGRAPH = -1  # the paragraph of a summary that repeats the text; a server's paragraphs count from 0
+
 
 class MessageBuilder:
     """Builds an assistant message from text and refusal parts. The deltas of a part are joined once, at its end."""
@@ -186,13 +188,15 @@ class ReasoningBuilder:
     """Builds a reasoning item from text, summary paragraphs or encrypted content.
 
     has_text: whether it is known from the start that there will be text.
+    summarises_text: whether the text is its own summary if the model server writes none.
     """
 
-    def __init__(self, output_index: int, *, has_text: bool) -> None:
+    def __init__(self, output_index: int, *, has_text: bool, summarises_text: bool = False) -> None:
         self.id = new_id("rs")
         self.index = output_index
         self.open_text: list[str] | None = None  # deltas of the text, once it has begun
         self._has_text = has_text
+        self._summarises_text = summarises_text
         self._summary: list[SummaryText] = []
         self._paragraph: list[str] = []
         self._open_paragraph: int | None = None  # the model server's index of the open paragraph
@@ -201,38 +205,49 @@ class ReasoningBuilder:
         item = ReasoningItem(id=self.id, content=[] if self._has_text else UNSET)
         return OutputItemAdded(output_index=self.index, item=item)
 
-    def begin_text(self) -> list[StreamEvent]:
-        self.open_text = []
-        return [
-            *self._end_paragraph(),
-            ContentPartAdded(item_id=self.id, output_index=self.index, content_index=0, part=ReasoningText()),
-        ]
+    @property
+    def texts(self) -> list[str]:
+        """The text so far, as the only element; empty without text."""
+        return [] if self.open_text is None else ["".join(self.open_text)]
 
-    def append_text(self, delta: str) -> StreamEvent:
+    def begin_text(self) -> list[StreamEvent]:
+        """Begin the text. An open paragraph stays open: servers may send text and summary in turns."""
+        self.open_text = []
+        events: list[StreamEvent] = []
+        if self._summarises_text and self._open_paragraph is None and not self._summary:
+            events.append(self._begin_paragraph(_TEXT_PARAGRAPH))
+        events.append(
+            ContentPartAdded(item_id=self.id, output_index=self.index, content_index=0, part=ReasoningText())
+        )
+        return events
+
+    def append_text(self, delta: str) -> Sequence[StreamEvent]:
         if self.open_text is not None:
             self.open_text.append(delta)
-        return ReasoningTextDelta(item_id=self.id, output_index=self.index, content_index=0, delta=delta)
+        event = ReasoningTextDelta(item_id=self.id, output_index=self.index, content_index=0, delta=delta)
+        if self._open_paragraph != _TEXT_PARAGRAPH:
+            return (event,)
+        return (self._append_to_paragraph(delta), event)
 
     def append_summary(self, paragraph: int, delta: str) -> list[StreamEvent]:
         events: list[StreamEvent] = []
         if paragraph != self._open_paragraph:
             events = self._end_paragraph()
-            self._open_paragraph = paragraph
-            events.append(
-                ReasoningSummaryPartAdded(
-                    item_id=self.id,
-                    output_index=self.index,
-                    summary_index=len(self._summary),
-                    part=SummaryText(),
-                )
-            )
-        self._paragraph.append(delta)
-        events.append(
-            ReasoningSummaryTextDelta(
-                item_id=self.id, output_index=self.index, summary_index=len(self._summary), delta=delta
-            )
-        )
+            events.append(self._begin_paragraph(paragraph))
+        events.append(self._append_to_paragraph(delta))
         return events
+
+    def _begin_paragraph(self, paragraph: int) -> StreamEvent:
+        self._open_paragraph = paragraph
+        return ReasoningSummaryPartAdded(
+            item_id=self.id, output_index=self.index, summary_index=len(self._summary), part=SummaryText()
+        )
+
+    def _append_to_paragraph(self, delta: str) -> StreamEvent:
+        self._paragraph.append(delta)
+        return ReasoningSummaryTextDelta(
+            item_id=self.id, output_index=self.index, summary_index=len(self._summary), delta=delta
+        )
 
     def _end_paragraph(self) -> list[StreamEvent]:
         if self._open_paragraph is None:
@@ -254,8 +269,8 @@ class ReasoningBuilder:
     def end(self, encrypted_content: str | None = None) -> tuple[ReasoningItem, list[StreamEvent]]:
         events = self._end_paragraph()
         content: list[ReasoningText] | UnsetType = UNSET
-        if self.open_text is not None:
-            part = ReasoningText(text="".join(self.open_text))
+        for text in self.texts:
+            part = ReasoningText(text=text)
             content = [part]
             events += [
                 ReasoningTextDone(item_id=self.id, output_index=self.index, content_index=0, text=part.text),

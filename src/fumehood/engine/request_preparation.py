@@ -21,7 +21,11 @@ from fumehood.protocol.conversation import ConversationSegment, conversation_siz
 from fumehood.protocol.model_turns import GenerationParameters, ModelRequest
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.ids import new_id
-from fumehood.protocol.openai.response_projection import INCLUDE_EXECUTION, INCLUDE_LOGPROBS
+from fumehood.protocol.openai.response_projection import (
+    INCLUDE_ENCRYPTED_REASONING,
+    INCLUDE_EXECUTION,
+    INCLUDE_LOGPROBS,
+)
 from fumehood.protocol.openai.responses import (
     ContextCompactionConfig,
     CreateResponse,
@@ -44,6 +48,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the loop needs, validated.
 
     wants_contents: whether the client asked for the contents of files that hosted tools produce.
+    wants_encrypted_reasoning: whether the client asked for reasoning that it can carry.
     generate: False if the input is only stored, to be continued later, and the model is not asked.
     past: the conversation before this request. is_past_unstored: whether the store does not have it.
     window: the conversation with the input of this request, as far as the model sees it.
@@ -57,6 +62,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     store: bool
     streamed: bool
     wants_contents: bool
+    wants_encrypted_reasoning: bool
     generate: bool
     past: Sequence[ConversationSegment]
     is_past_unstored: bool
@@ -151,6 +157,7 @@ class RequestPreparer:
             store=request.store is not False,
             streamed=bool(request.stream),
             wants_contents=INCLUDE_EXECUTION in (request.include or ()),
+            wants_encrypted_reasoning=INCLUDE_ENCRYPTED_REASONING in (request.include or ()),
             generate=request.generate is not False,
             past=past,
             is_past_unstored=held_past is not None,

@@ -11,6 +11,7 @@ from fumehood.engine.attachment_resolver import AttachmentResolver
 from fumehood.engine.compactor import DEFAULT_CONTEXT_WINDOW, Compactor
 from fumehood.engine.context_truncation import check_length
 from fumehood.engine.conversation_loader import ConversationLoader
+from fumehood.engine.reasoning_sealer import ReasoningSealer
 from fumehood.engine.request_preparation import PreparedRequest, RequestPreparer
 from fumehood.engine.run_event_log import EventLog, ReaderLagLimits
 from fumehood.engine.token_counter import TokenCounter, estimate_cost
@@ -152,7 +153,10 @@ class EngineRunService:
         self._active_runs: set[EngineRun] = set()
         self._is_draining = False
         self._lease_renewal: asyncio.Task[None] | None = None
-        history = ConversationLoader(store, {kind: tool for tool in tools for kind in tool.item_types})
+        self._reasoning_sealer = ReasoningSealer(sealer)
+        history = ConversationLoader(
+            store, {kind: tool for tool in tools for kind in tool.item_types}, self._reasoning_sealer
+        )
         by_type = {kind: tool for tool in tools for kind in tool.types}
         self._token_counter = TokenCounter()
         self._compactor = Compactor(sealer, tools, self._token_counter)
@@ -199,6 +203,7 @@ class EngineRunService:
             self._limits,
             self._token_counter,
             self._compactor,
+            self._reasoning_sealer,
         )
         await run_in_worker(_count_unrendered_bytes(prepared), loop.validate_first_request)
         self._reject_if_draining()

@@ -115,7 +115,9 @@ class TurnAssembler:
     make_context: makes the context of a hosted call from its output index and call id.
     max_hosted_calls: further hosted calls are ignored. single_call: only the first call of the turn counts.
     max_characters: that the model may write, and a quarter of that in events.
-    turn_end: the end of the turn, once the model server has sent it.
+    summarises_reasoning: whether reasoning text is its own summary if the model server writes none.
+    seal_reasoning: encrypts the texts of a reasoning item for the client; None if it did not ask for that.
+    turn_end: the end of the turn, once the model server has sent it. call_ids: of all calls so far.
     """
 
     def __init__(
@@ -128,9 +130,12 @@ class TurnAssembler:
         max_hosted_calls: int | None = None,
         single_call: bool = False,
         max_characters: int = sys.maxsize,
+        summarises_reasoning: bool = False,
+        seal_reasoning: Callable[[Sequence[str]], str | None] | None = None,
     ) -> None:
         self.number = number
         self.turn_end: ModelTurnEnded | None = None
+        self.call_ids: set[str] = set()
         self.hosted_calls: list[HostedCall] = []
         self.client_call_count = 0
         self.ignored_call_count = 0
@@ -140,6 +145,8 @@ class TurnAssembler:
         self._max_hosted_calls = max_hosted_calls
         self._single_call = single_call
         self._max_characters = max_characters
+        self._summarises_reasoning = summarises_reasoning
+        self._seal_reasoning = seal_reasoning
         self._character_count = 0
         self._fragment_count = 0
         # Open items: at most one message or reasoning item, and any number of calls by the model's keys. None stands
@@ -191,7 +198,7 @@ class TurnAssembler:
             if type(event) is ModelTextDelta and message is not None and message.open_text is not None:
                 pending.append(message.append_text(event.delta, event.logprobs))
             elif type(event) is ModelReasoningDelta and reasoning and reasoning.open_text is not None:
-                pending.append(reasoning.append_text(event.delta))
+                pending += reasoning.append_text(event.delta)
             elif type(event) is ModelCallArgumentsDelta:
                 fragments = _take_fragments(batch, position, event.key)
                 pending += self._feed_call(event.key, fragments)
@@ -295,7 +302,11 @@ class TurnAssembler:
     async def _open_reasoning(self, *, has_text: bool) -> ReasoningBuilder:
         self._close_reasoning()
         await self._close_message()
-        self._reasoning = ReasoningBuilder(self._output.allocate_output_index(), has_text=has_text)
+        self._reasoning = ReasoningBuilder(
+            self._output.allocate_output_index(),
+            has_text=has_text,
+            summarises_text=self._summarises_reasoning,
+        )
         self._pending_events.append(self._reasoning.begin())
         return self._reasoning
 
@@ -306,6 +317,8 @@ class TurnAssembler:
     def _close_reasoning(self, encrypted_content: str | None = None) -> None:
         reasoning, self._reasoning = self._reasoning, None
         if reasoning is not None:
+            if encrypted_content is None and self._seal_reasoning is not None:
+                encrypted_content = self._seal_reasoning(reasoning.texts)
             item, events = reasoning.end(encrypted_content)
             self._pending_events += events
             self._record_item(reasoning.index, item)
@@ -356,6 +369,7 @@ class TurnAssembler:
         self._close_complete_calls()
         if self._character_count >= WORKER_THRESHOLD_BYTES:
             await self._flush_one_by_one()
+        self.call_ids.add(event.call_id)
         call = self._create_call(event)
         self._open_calls[event.key] = call
         if call is None:

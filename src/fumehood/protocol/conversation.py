@@ -1,6 +1,6 @@
 """Conversations as they are stored and rendered for a model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, overload
 
 import msgspec
@@ -53,6 +53,26 @@ class ConversationEntry(msgspec.Struct, frozen=True, kw_only=True):
         return size
 
 
+class _CallTag(msgspec.Struct):
+    call_id: str | None = None
+
+
+_call_tag_decoder = msgspec.json.Decoder(_CallTag)
+_NO_CALL_IDS: frozenset[str] = frozenset()
+
+
+def read_call_id(entry: ConversationEntry) -> str | None:
+    """The id of a call, or of the call that an output belongs to; None for any other item."""
+    if entry.exchange is not None:
+        return entry.exchange.call_id
+    if not entry.type.endswith(("_call", "_output")):
+        return None
+    try:
+        return _call_tag_decoder.decode(entry.raw).call_id
+    except msgspec.ValidationError:
+        return None  # an item of another server whose call_id is no string
+
+
 type Rendering = tuple[bytes, bytes]
 """A piece of a conversation as a model server gets it, and what it leaves to the next piece."""
 
@@ -65,7 +85,7 @@ class ConversationSegment:
     size: bytes of its entries. Both are computed once, since every later request reads them.
     """
 
-    __slots__ = ("compacted", "entries", "estimated_tokens", "renderings", "size")
+    __slots__ = ("_call_ids", "compacted", "entries", "estimated_tokens", "renderings", "size")
 
     def __init__(self, entries: tuple[ConversationEntry, ...]) -> None:
         compacted, size = -1, 0
@@ -78,6 +98,19 @@ class ConversationSegment:
         self.estimated_tokens: int | None = None
         self.compacted: Final = compacted
         self.size: Final = size
+        self._call_ids: frozenset[str] | None = None
+
+    @property
+    def has_read_call_ids(self) -> bool:
+        return self._call_ids is not None
+
+    @property
+    def call_ids(self) -> frozenset[str]:
+        """The ids of its calls as the model sees them; read once."""
+        if self._call_ids is None:
+            ids = [call_id for entry in self.entries if (call_id := read_call_id(entry)) is not None]
+            self._call_ids = frozenset(ids) if ids else _NO_CALL_IDS
+        return self._call_ids
 
     @property
     def segments(self) -> "tuple[ConversationSegment]":
@@ -141,6 +174,32 @@ class Conversation(Sequence[ConversationSegment]):
         if index == -1 and self.pieces:
             return self.pieces[-1].segments[-1]
         return tuple(self)[index]
+
+
+class CallIdIndex:
+    """The ids of all calls of a conversation, as a container; they are read when the first one is looked up.
+
+    segments: the conversation so far. `update` adds calls that are not in them.
+    """
+
+    __slots__ = ("_added", "_segments")
+
+    def __init__(self, segments: Sequence[ConversationSegment] = ()) -> None:
+        self._segments = segments
+        self._added = set[str]()
+
+    def __contains__(self, call_id: object) -> bool:
+        return call_id in self._added or any(call_id in segment.call_ids for segment in self._segments)
+
+    def update(self, call_ids: Iterable[str]) -> None:
+        self._added.update(call_ids)
+
+    def read_new_segments(self) -> None:
+        """Read the ids of the segments since the last one whose ids are known, so that looking one up is quick."""
+        for segment in reversed(self._segments):
+            if segment.has_read_call_ids:
+                break
+            _ = segment.call_ids
 
 
 def conversation_pieces(segments: Sequence[ConversationSegment]) -> Sequence[ConversationPiece]:

@@ -4,7 +4,7 @@ A turn is text, refusal and reasoning deltas and calls in any order, then one `M
 and reasoning items come only from servers that know them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Literal, final
 
 import msgspec
@@ -14,6 +14,9 @@ from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.openai.items import MessagePhase, UrlCitationAnnotation
 from fumehood.protocol.openai.responses import ReasoningConfig, TextConfig, Usage
 from fumehood.protocol.openai.tool_specs import ModelToolDefinition, ToolSpec
+
+UPSTREAM_REASONING_PREFIX = "fh1:"
+"""How encrypted reasoning of a model server begins here. What begins otherwise was sealed by the gateway."""
 
 
 class GenerationParameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +56,7 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     segments: the conversation, oldest first; the last ones are this response's own turns so far.
     server_tools: tools that the model server takes as they are; see `ModelProfile.passes_tool`.
     tool_choice: `auto`, `none`, `required`, or the one tool that must be called.
+    used_call_ids: the ids that calls of this conversation have; a new call must have another one.
     streamed: whether a client reads the turn as it is written; if not, it may arrive at once.
     trace: the trace context to send to the server.
     """
@@ -64,6 +68,7 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     server_tools: Sequence[ToolSpec] = ()
     tool_choice: Literal["none", "auto", "required"] | ModelToolDefinition | ToolSpec = "auto"
     parallel_calls: bool = True
+    used_call_ids: Container[str] = frozenset[str]()
     sampling: GenerationParameters = GenerationParameters()
     streamed: bool = True
     trace: TraceContext | None = None
@@ -114,7 +119,9 @@ class ModelReasoningSummaryDelta(ModelEvent, frozen=True):
 
 
 class ModelReasoningEnded(ModelEvent, frozen=True):
-    """`encrypted_content` is returned to the server with the conversation; only the server can read it."""
+    """`encrypted_content` is returned to the server with the conversation; only the server can read it. It begins with
+    `UPSTREAM_REASONING_PREFIX`.
+    """
 
     encrypted_content: str | None = None
 
@@ -127,7 +134,10 @@ class ModelPassthroughItem(ModelEvent, frozen=True, gc=True):
 
 
 class ModelCallStarted(ModelEvent, frozen=True):
-    """`key` identifies the call within its turn; `call_id` is the server's id."""
+    """`key` identifies the call within its turn, `call_id` within the conversation.
+
+    `call_id` is the server's id, or another one if the server's is in `ModelRequest.used_call_ids` or repeated.
+    """
 
     key: int
     call_id: str
@@ -206,6 +216,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     owned_by: str
     object: Literal["model"] = "model"
+    tools: Sequence[str] = msgspec.field(name="fumehood:tools", default_factory=list[str])
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,4 +224,3 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
     object: Literal["list"] = "list"
     data: Sequence[ModelCard]
-    tools: Sequence[str] = msgspec.field(name="fumehood:tools", default_factory=list[str])

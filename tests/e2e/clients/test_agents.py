@@ -9,6 +9,7 @@ from agents import (
     CodeInterpreterTool,
     ModelSettings,
     OpenAIResponsesModel,
+    ReasoningItem,
     RunConfig,
     Runner,
     ShellTool,
@@ -16,20 +17,21 @@ from agents import (
     function_tool,
 )
 from openai import AsyncOpenAI
+from openai.types.shared import Reasoning
 
 from tests.e2e.conftest import RunningGateway
 from tests.support import client_conversation
-from tests.support.gateway_process import code_call, text_answer, tool_call, tool_calls
+from tests.support.gateway_process import code_call, reasoning_answer, text_answer, tool_call, tool_calls
 
 QUIET = RunConfig(tracing_disabled=True)  # nothing is sent to OpenAI
 
 
-def make_agent(client: AsyncOpenAI, *more: Any, **settings: Any) -> Agent:
+def make_agent(client: AsyncOpenAI, *more: Any, model: str = "scripted", **settings: Any) -> Agent:
     interpreter = CodeInterpreterTool({"type": "code_interpreter", "container": {"type": "auto"}})
     return Agent(
         name="Counter",
         instructions="Be brief.",
-        model=OpenAIResponsesModel("scripted", client),
+        model=OpenAIResponsesModel(model, client),
         tools=[interpreter, *more],
         model_settings=ModelSettings(**settings),
     )
@@ -63,6 +65,24 @@ async def test_a_conversation(gateway: RunningGateway, client: AsyncOpenAI) -> N
         pass
     assert replayed.final_output == client_conversation.SUM
     client_conversation.check(gateway.model, [client_conversation.SQUARED] * 3)
+
+
+async def test_reasoning_arrives_and_goes_back(gateway: RunningGateway, client: AsyncOpenAI) -> None:
+    agent = make_agent(
+        client,
+        model="scripted-reasoning",
+        store=False,
+        reasoning=Reasoning(summary="auto"),
+        response_include=["reasoning.encrypted_content"],
+    )
+    gateway.model.script(reasoning_answer("Let me think.", "Yes"), text_answer("Still yes"))
+    first = await Runner.run(agent, "Is it?", run_config=QUIET)
+    (item,) = [item for item in first.new_items if isinstance(item, ReasoningItem)]
+    assert [part.text for part in item.raw_item.summary] == ["Let me think."]
+    again: Any = [*first.to_input_list(), {"role": "user", "content": "Sure?"}]
+    assert (await Runner.run(agent, again, run_config=QUIET)).final_output == "Still yes"
+    (replayed,) = [one for one in gateway.model.requests[1].json["messages"] if one["role"] == "assistant"]
+    assert replayed["reasoning_content"] == "Let me think."
 
 
 async def test_a_session_that_the_client_keeps(gateway: RunningGateway, client: AsyncOpenAI) -> None:

@@ -5,16 +5,23 @@ from typing import Any
 
 import openai
 import pytest
-from langchain_core.messages import AIMessageChunk, HumanMessage, messages_from_dict, messages_to_dict
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    HumanMessage,
+    messages_from_dict,
+    messages_to_dict,
+)
 from langchain_openai import ChatOpenAI
 
 from tests.e2e.conftest import INTERPRETER, RunningGateway
 from tests.support import client_conversation
+from tests.support.gateway_process import reasoning_answer
 
 
-def make_model(gateway: RunningGateway, **options: Any) -> Any:
+def make_model(gateway: RunningGateway, *, name: str = "scripted", **options: Any) -> Any:
     llm: Any = ChatOpenAI(
-        model="scripted",
+        model=name,
         base_url=gateway.process.url,
         api_key=lambda: "none",
         use_responses_api=True,
@@ -83,6 +90,38 @@ def test_history_of_what_nobody_keeps(
     kept = messages_from_dict(json.loads(json.dumps(messages_to_dict([HumanMessage("Square"), first]))))
     assert model.invoke([*kept, HumanMessage("Add")]).text == client_conversation.SUM
     client_conversation.check(gateway.model, [past])
+
+
+@pytest.mark.parametrize("version", ["v0", "responses/v1", "v1"])
+@pytest.mark.parametrize("stream", [False, True], ids=["blocking", "streaming"])
+def test_reasoning_arrives_and_goes_back(gateway: RunningGateway, version: str, stream: bool) -> None:
+    model = make_model(
+        gateway,
+        name="scripted-reasoning",
+        output_version=version,
+        reasoning={"summary": "auto"},
+        store=False,
+        include=["reasoning.encrypted_content"],
+    )
+    ask = streamed if stream else model.__class__.invoke
+    gateway.model.script(
+        reasoning_answer("Let me think.", "Yes"), reasoning_answer("Once more.", "Still yes")
+    )
+    question = HumanMessage("Is it?")
+    first = ask(model, [question])
+    assert read_reasoning(first) == ["Let me think."]
+    assert first.text == "Yes"
+    second = ask(model, [question, first, HumanMessage("Sure?")])
+    assert read_reasoning(second) == ["Once more."]
+    assert gateway.model.requests[1].json["messages"][1] == {
+        "role": "assistant",
+        "content": "Yes",
+        "reasoning_content": "Let me think.",
+    }
+
+
+def read_reasoning(message: AIMessage) -> list[str]:
+    return [block.get("reasoning", "") for block in message.content_blocks if block["type"] == "reasoning"]
 
 
 def test_what_fails(gateway: RunningGateway) -> None:

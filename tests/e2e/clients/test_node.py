@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.conftest import RunningGateway
 from tests.support import client_conversation, npm
-from tests.support.gateway_process import text_answer, tool_call, tool_calls
+from tests.support.gateway_process import reasoning_answer, text_answer, tool_call, tool_calls
 from tests.support.waiting import becomes_true
 
 pytestmark = [pytest.mark.slow, npm.needed]
@@ -47,6 +47,19 @@ def test_the_ai_sdk_with_a_container_of_its_own(gateway: RunningGateway) -> None
     told = json.loads(npm.node(npm.HERE / "ai-sdk.mjs", gateway.process.url, "unstored"))
     assert told["texts"] == [client_conversation.LINK, client_conversation.SUM]
     assert gateway.model.requests[-1].json["messages"][-1]["content"] == client_conversation.ADDED
+
+
+def test_the_ai_sdk_shows_reasoning_and_sends_it_back(gateway: RunningGateway) -> None:
+    gateway.model.script(
+        reasoning_answer("Let me think.", "Yes"), reasoning_answer("Once more.", "Still yes")
+    )
+    told = json.loads(npm.node(npm.HERE / "ai-sdk.mjs", gateway.process.url, "reasoning"))
+    assert told == {"thoughts": ["Let me think.", "Once more."], "texts": ["Yes", "Still yes"]}
+    assert gateway.model.requests[1].json["messages"][1] == {
+        "role": "assistant",
+        "content": "Yes",
+        "reasoning_content": "Let me think.",
+    }
 
 
 FAILING = [("failing.mjs", "openai"), ("failing.mjs", "openai-next"), ("ai-sdk.mjs",)]

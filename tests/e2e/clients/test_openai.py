@@ -8,6 +8,7 @@ from openai.types.responses import Response
 
 from tests.e2e.conftest import INTERPRETER, RunningGateway
 from tests.support import client_conversation
+from tests.support.gateway_process import reasoning_answer, text_answer
 
 
 def as_they_are(response: Response) -> list[Any]:
@@ -70,6 +71,30 @@ def test_history(gateway: RunningGateway, form: Callable[[Response], list[Any]],
     client_conversation.check(gateway.model, [past])
 
 
+@pytest.mark.parametrize("store", [True, False], ids=["stored", "unstored"])
+def test_reasoning_arrives_and_goes_back(gateway: RunningGateway, store: bool) -> None:
+    """The strict SDK takes reasoning with a summary and encrypted content, and gives it back without its text."""
+    gateway.model.script(reasoning_answer("Let me think.", "Yes"), text_answer("Still yes"))
+    options: Any = {"model": "scripted-reasoning", "store": store, "include": ["reasoning.encrypted_content"]}
+    with gateway.strict.responses.stream(input="Is it?", reasoning={"summary": "auto"}, **options) as stream:
+        shown = "".join(
+            event.delta for event in stream if event.type == "response.reasoning_summary_text.delta"
+        )
+        first = stream.get_final_response()
+    assert shown == "Let me think."
+    items: Any = [
+        item.model_dump(exclude={"content"} if item.type == "reasoning" else None) for item in first.output
+    ]
+    gateway.strict.responses.create(
+        input=[{"role": "user", "content": "Is it?"}, *items, {"role": "user", "content": "Sure?"}], **options
+    )
+    assert gateway.model.requests[1].json["messages"][1] == {
+        "role": "assistant",
+        "content": "Yes",
+        "reasoning_content": "Let me think.",
+    }
+
+
 def test_a_call_that_fails_by_the_helper_of_the_sdk(gateway: RunningGateway) -> None:
     """Python's helper passes on events that it does not know."""
     gateway.model.script(*client_conversation.lost_sandbox())
@@ -87,7 +112,7 @@ def test_items_of_tools_that_are_not_ours(gateway: RunningGateway) -> None:
     client_conversation.script(gateway.model, 0)
     elsewhere: Any = [
         {"role": "user", "content": "News?"},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAA"},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
         {
             "type": "web_search_call",
             "id": "ws_1",

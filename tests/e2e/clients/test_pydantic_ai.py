@@ -10,16 +10,19 @@ from pydantic_ai import (
     CodeExecutionTool,
     ModelMessage,
     ModelMessagesTypeAdapter,
+    ModelResponse,
     ModelServerError,
     NativeToolCallPart,
+    ThinkingPart,
 )
 from pydantic_ai.capabilities import NativeTool
 from pydantic_ai.models.openai import OpenAIResponsesModel, OpenAIResponsesModelSettings
+from pydantic_ai.profiles.openai import OpenAIModelProfile
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from tests.e2e.conftest import RunningGateway
 from tests.support import client_conversation
-from tests.support.gateway_process import code_call, text_answer
+from tests.support.gateway_process import code_call, reasoning_answer, text_answer
 
 # Without it, it leaves out of its history whatever ran on a server, and with it the container.
 WITH_IDS = OpenAIResponsesModelSettings(openai_send_reasoning_ids=True)
@@ -71,6 +74,37 @@ async def test_a_conversation(
     third = await agent.run("Add", message_history=kept(streamed.all_messages()))
     assert third.output == client_conversation.SUM
     client_conversation.check(gateway.model, [client_conversation.SQUARED] * 2)
+
+
+@pytest.mark.parametrize("store", [True, False], ids=["stored", "unstored"])
+async def test_reasoning_arrives_and_goes_back(
+    gateway: RunningGateway, client: AsyncOpenAI, store: bool
+) -> None:
+    """Blocking, then streamed with the first turn in its history."""
+    model = OpenAIResponsesModel(
+        "scripted-reasoning",
+        provider=OpenAIProvider(openai_client=client),
+        profile=OpenAIModelProfile(openai_supports_encrypted_reasoning_content=True),
+    )
+    settings = OpenAIResponsesModelSettings(openai_reasoning_summary="auto", openai_store=store)
+    agent = Agent(model, model_settings=settings)
+    gateway.model.script(
+        reasoning_answer("Let me think.", "Yes"), reasoning_answer("Once more.", "Still yes")
+    )
+    first = await agent.run("Is it?")
+    assert read_thinking(first.response) == ["Let me think."]
+    async with agent.run_stream("Sure?", message_history=kept(first.all_messages())) as streamed:
+        assert await streamed.get_output() == "Still yes"
+    assert read_thinking(streamed.response) == ["Once more."]
+    assert gateway.model.requests[1].json["messages"][1] == {
+        "role": "assistant",
+        "content": "Yes",
+        "reasoning_content": "Let me think.",
+    }
+
+
+def read_thinking(response: ModelResponse) -> list[str]:
+    return [part.content for part in response.parts if isinstance(part, ThinkingPart)]
 
 
 class Total(BaseModel):

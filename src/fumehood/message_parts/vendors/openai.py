@@ -316,7 +316,15 @@ def _draft_reasoning(item: JsonObject) -> list[PartSkeleton]:
     def draft(_entry: JsonObject, path: JsonPath) -> list[PartSkeleton]:
         return [PartSkeleton(ReasoningPart(content=""), (FieldMapping("content", (*path, "text")),))]
 
-    return [*draft_entries(item, "summary", draft), *draft_entries(item, "content", draft)]
+    content = draft_entries(item, "content", draft)
+    if content and _read_texts(item, "summary") == _read_texts(item, "content"):
+        return content  # servers of open models repeat the text as summary
+    return [*draft_entries(item, "summary", draft), *content]
+
+
+def _read_texts(item: JsonObject, key: str) -> list[str | None]:
+    entries = item.get(key)
+    return [get_text_at_path(entry, ("text",)) for entry in entries] if isinstance(entries, list) else []
 
 
 def find_item_lists(document: Json) -> list[JsonPath]:

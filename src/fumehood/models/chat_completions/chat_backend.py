@@ -48,7 +48,8 @@ class ChatCompletionsBackend(HttpModelBackend):
     conversation_field = "messages"
 
     def _create_parser(self, request: ModelRequest, errors: UpstreamErrorFactory) -> ChatStreamParser:
-        return ChatStreamParser(errors, [spec.name for spec in request.function_tools])
+        functions = [spec.name for spec in request.function_tools]
+        return ChatStreamParser(errors, functions, request.used_call_ids)
 
     def _build_fields(self, request: ModelRequest) -> RequestFields:
         fields: RequestFields = {"model": self._settings.name or request.model, "stream": request.streamed}

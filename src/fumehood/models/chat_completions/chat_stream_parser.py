@@ -1,6 +1,6 @@
 """Parses responses of Chat Completions servers, with the quirks of many of them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import override
 
@@ -17,6 +17,7 @@ from fumehood.models.chat_completions.tool_call_deltas import (
 from fumehood.models.upstream.stream_parser import (
     MAX_LINE_BYTES,
     MAX_RESPONSE_BYTES,
+    CallIdChooser,
     InputTokenDetails,
     OutputTokenDetails,
     UpstreamStreamParser,
@@ -114,6 +115,7 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
     """Parses one turn of Chat Completions.
 
     functions: names of the functions that the request offers.
+    used_call_ids: as in the request.
     decode_repeats: decode repeated chunks together; affects speed only.
     """
 
@@ -121,6 +123,7 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
         self,
         errors: UpstreamErrorFactory,
         functions: Iterable[str] = (),
+        used_call_ids: Container[str] = frozenset[str](),
         *,
         make_id: Callable[[str], str] = new_id,
         max_line_bytes: int = MAX_LINE_BYTES,
@@ -128,13 +131,14 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
         decode_repeats: bool = True,
     ) -> None:
         super().__init__(errors, _chunk_decoder, max_line_bytes=max_line_bytes, max_bytes=max_bytes)
-        self._tool_calls = ToolCallDeltaParser(functions, make_id)
+        self._tool_calls = ToolCallDeltaParser(functions, CallIdChooser(used_call_ids, make_id))
         self._finish_reason: str | None = None
         self._usage: Usage | None = None
         self._response_id = self._response_model = b"null"
         self._repeated_chunks: BatchChunkDecoder | None = None
         self._has_several_chunks = False
         self._make_repeated_event: Callable[[str], AnyModelEvent] = ModelTextDelta
+        self._repeated_call: int | None = None  # the key of the call that repeated chunks belong to
         self._attempts_left = _MAX_ATTEMPTS if decode_repeats else 0
         self._think_tags = ThinkTagFilter()
 
@@ -164,6 +168,8 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
                     self._attempts_left = _MAX_ATTEMPTS
                     make = self._make_repeated_event
                     events += [make(string) for string in strings if string]
+                    if self._repeated_call is not None:
+                        self._tool_calls.note_arguments(self._repeated_call, strings)
                     if taken == len(block):
                         return
                     block = block[taken:]
@@ -272,8 +278,10 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
         match event:
             case ModelCallArgumentsDelta():
                 self._make_repeated_event = partial(ModelCallArgumentsDelta, event.key)
+                self._repeated_call = event.key
             case ModelTextDelta() | ModelReasoningDelta() | ModelRefusalDelta():
                 self._make_repeated_event = type(event)
+                self._repeated_call = None
             case _:
                 return
         self._repeated_chunks = BatchChunkDecoder.learn(payload, name.encode(), same)

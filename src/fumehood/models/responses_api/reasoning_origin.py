@@ -6,7 +6,9 @@ Clients store the wrapped content. It also holds the server's item id, which the
 import hashlib
 from dataclasses import dataclass
 
-_PREFIX = "fh1"
+from fumehood.protocol.model_turns import UPSTREAM_REASONING_PREFIX
+
+_PREFIX = UPSTREAM_REASONING_PREFIX.removesuffix(":")
 _MAX_ID_LENGTH = 256
 
 

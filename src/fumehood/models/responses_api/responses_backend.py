@@ -95,7 +95,7 @@ class ResponsesApiBackend(HttpModelBackend):
         return _Function(spec.name, spec.description, spec.parameters, spec.strict)
 
     def _create_parser(self, request: ModelRequest, errors: UpstreamErrorFactory) -> ResponsesStreamParser:
-        return ResponsesStreamParser(errors, self._get_origin(request))
+        return ResponsesStreamParser(errors, self._get_origin(request), request.used_call_ids)
 
 
 def _add_sampling(fields: RequestFields, sampling: GenerationParameters) -> None:

@@ -133,6 +133,7 @@ class _InputFile(msgspec.Struct, tag_field="type", tag="input_file"):
 _encode = msgspec.json.Encoder().encode
 _message_decoder = msgspec.json.Decoder(_RawMessage)
 _part_decoder = msgspec.json.Decoder(_Part)
+_reasoning_part_decoder = msgspec.json.Decoder(_ReasoningPart)
 _file_decoder = msgspec.json.Decoder(ItemContentPart)
 _object_decoder = msgspec.json.Decoder(dict[str, Raw])
 _carry_decoder = msgspec.json.Decoder(list[str])
@@ -245,6 +246,8 @@ class _SegmentRenderer:
             self._reasoning.append(_encode(_SentReasoning(summary, id=item_id, encrypted_content=encrypted)))
         elif texts and self._features.replay_reasoning:
             content = [_ReasoningText(text) for text in texts]
+            if [_reasoning_part_decoder.decode(part).text for part in summary] == texts:
+                summary = []  # the gateway repeats text as summary for clients that ask for one
             self._reasoning.append(
                 _encode(_SentReasoning(summary, id=entry.id or _PLACEHOLDER_ID, content=content))
             )

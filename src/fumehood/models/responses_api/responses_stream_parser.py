@@ -5,7 +5,7 @@ only call ids are passed on: results refer to them.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,12 +17,12 @@ from fumehood.models.upstream.stream_parser import (
     MAX_CALLS,
     MAX_LINE_BYTES,
     MAX_RESPONSE_BYTES,
+    CallIdChooser,
     InputTokenDetails,
     MalformedOutput,
     OutputTokenDetails,
     UpstreamStreamParser,
     arguments_to_json,
-    choose_call_id,
     decode_short_text,
     make_usage,
 )
@@ -170,12 +170,14 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
     """Parses one turn of the Responses API.
 
     origin: the server and model, recorded with encrypted reasoning.
+    used_call_ids: as in the request.
     """
 
     def __init__(
         self,
         errors: UpstreamErrorFactory,
         origin: ReasoningOrigin,
+        used_call_ids: Container[str] = frozenset[str](),
         *,
         make_id: Callable[[str], str] = new_id,
         max_line_bytes: int = MAX_LINE_BYTES,
@@ -187,7 +189,7 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
         self._open_items: set[_ItemKey] = set()
         self._items_with_content: set[_ItemKey] = set()  # emitted since their current part began
         self._open_calls: dict[_ItemKey, _OpenCall] = {}
-        self._call_ids: set[str] = set()
+        self._call_ids = CallIdChooser(used_call_ids, make_id)
         self._has_items = False
         self._response_id = self._response_model = _NULL
 
@@ -304,11 +306,10 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
     def _begin_call(self, key: _ItemKey, item: _Item, events: list[AnyModelEvent]) -> None:
         if not item.name:
             raise MalformedOutput("it called a function without naming it")
-        if len(self._call_ids) >= MAX_CALLS:
+        if self._call_ids.count >= MAX_CALLS:
             raise MalformedOutput(f"it made more than {MAX_CALLS} calls in one turn")
-        call = self._open_calls[key] = _OpenCall(len(self._call_ids), item.type == "custom_tool_call")
-        call_id = choose_call_id(item.call_id, self._call_ids, self._make_id)
-        events.append(ModelCallStarted(call.key, call_id, item.name))
+        call = self._open_calls[key] = _OpenCall(self._call_ids.count, item.type == "custom_tool_call")
+        events.append(ModelCallStarted(call.key, self._call_ids.choose(item.call_id), item.name))
 
     def _finish_call(self, key: _ItemKey, full_arguments: str, events: list[AnyModelEvent]) -> None:
         """End a call; `full_arguments` are used if there were no deltas."""
@@ -362,7 +363,7 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
             self._finish_call(key, "", events)
         events.append(
             ModelTurnEnded(
-                reason or ("calls" if self._call_ids else "stop"),
+                reason or ("calls" if self._call_ids.count else "stop"),
                 usage,
                 decode_short_text(self._response_id),
                 decode_short_text(self._response_model),

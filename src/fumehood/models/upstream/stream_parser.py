@@ -6,7 +6,7 @@ The parsers of the two APIs derive from this one and interpret the events.
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -383,13 +383,33 @@ def _clamp_token_count(reported: float | None) -> int:
     )
 
 
-def choose_call_id(server_id: str | None, used_ids: set[str], make_id: Callable[[str], str]) -> str:
-    """The server's id of a call, or a new one if that is missing, too long or used; adds it to `used_ids`."""
-    call_id = server_id
-    if not call_id or len(call_id) > MAX_ID_LENGTH or call_id in used_ids:
-        call_id = make_id("call")
-    used_ids.add(call_id)
-    return call_id
+class CallIdChooser:
+    """Chooses the ids of the calls of a turn: the server's, or new ones if those are missing, too long or used.
+
+    used_ids: of earlier turns.
+    """
+
+    def __init__(self, used_ids: Container[str], make_id: Callable[[str], str]) -> None:
+        self._used_ids = used_ids
+        self._make_id = make_id
+        self._chosen_ids: set[str] = set()
+
+    @property
+    def count(self) -> int:
+        """How many ids were chosen."""
+        return len(self._chosen_ids)
+
+    def choose(self, server_id: str | None) -> str:
+        call_id = server_id
+        if (
+            not call_id
+            or len(call_id) > MAX_ID_LENGTH
+            or call_id in self._chosen_ids
+            or call_id in self._used_ids
+        ):
+            call_id = self._make_id("call")
+        self._chosen_ids.add(call_id)
+        return call_id
 
 
 def arguments_to_json(arguments: str | dict[str, object] | None) -> str:

@@ -36,12 +36,19 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
+_SUMMARY_VALUES = frozenset({"auto", "concise", "detailed"})
+
+
 class ReasoningConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`effort` is not checked here: the model server knows its values."""
 
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
+
+    @property
+    def asks_for_summary(self) -> bool:
+        return not _SUMMARY_VALUES.isdisjoint((self.summary, self.generate_summary))
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from fumehood.protocol.model_turns import (
     ModelTurnEnded,
 )
 from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.openai.ids import new_id
 from fumehood.protocol.openai.responses import Usage
 from fumehood.testing.fakes.scripted_fake import ScriptedFake
 
@@ -81,7 +82,8 @@ class ScriptedModel(ScriptedFake[ScriptedTurn]):
     """A `ModelBackend` with scripted turns.
 
     A turn is a sequence of steps, an exception, or a function of the request that returns one of these. A
-    `ModelTurnEnded` with `usage` is added if it has none: `calls` if the turn has a call, else `stop`.
+    `ModelTurnEnded` with `usage` is added if it has none: `calls` if the turn has a call, else `stop`. A call whose id
+    the conversation has already gets a new one, as from every backend.
 
     requests: all requests; aborted_requests: those whose turn was closed before its end.
     """
@@ -105,7 +107,8 @@ class ScriptedModel(ScriptedFake[ScriptedTurn]):
         steps = self._next_turn(request)
         has_begun = finished = False
         try:
-            async for batch in self._play_turn(steps):
+            async for scripted in self._play_turn(steps):
+                batch = [_ensure_new_call_id(event, request) for event in scripted]
                 finished = finished or isinstance(batch[-1], ModelTurnEnded)
                 if not (has_begun and accept_batch is not None and self._offer_batch(batch, accept_batch)):
                     has_begun = True
@@ -186,6 +189,12 @@ class ScriptedModel(ScriptedFake[ScriptedTurn]):
         call_id = call.call_id or f"call_{next(self._calls)}"
         fragments = [ModelCallArgumentsDelta(key, fragment) for fragment in call.fragments]
         return [ModelCallStarted(key, call_id, call.name), *fragments]
+
+
+def _ensure_new_call_id(event: AnyModelEvent, request: ModelRequest) -> AnyModelEvent:
+    if isinstance(event, ModelCallStarted) and event.call_id in request.used_call_ids:
+        return msgspec.structs.replace(event, call_id=new_id("call"))
+    return event
 
 
 class SingleBackendProvider:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 
 from fumehood.interfaces import ModelBackend
@@ -63,6 +64,12 @@ def flatten_batches(batches: Sequence[Sequence[AnyModelEvent]]) -> list[AnyModel
     return [event for batch in batches for event in batch]
 
 
+def _list_call_ids(batches: Sequence[Sequence[AnyModelEvent]]) -> frozenset[str]:
+    return frozenset(
+        event.call_id for event in flatten_batches(batches) if isinstance(event, ModelCallStarted)
+    )
+
+
 def _skip_if_missing[T](value: T | None) -> T:
     if value is None:
         pytest.skip("the subject has no such request")
@@ -107,6 +114,15 @@ class ModelBackendKit:
         assert all(0 < len(call_id) <= 64 for call_id in ids)
         assert len(set(ids)) == len(ids)
         assert all(event.name for event in announced.values())
+
+    async def test_a_call_id_of_the_conversation_is_not_used_again(self, subject: ModelSubject) -> None:
+        request = _skip_if_missing(subject.call_request)
+        first = _list_call_ids(await run_turn(subject.backend, request))
+        request = msgspec.structs.replace(request, used_call_ids=first)
+        second = _list_call_ids(await run_turn(subject.backend, request))
+        assert first
+        assert len(first) == len(second)
+        assert first.isdisjoint(second)
 
     async def test_usage_adds_up_where_it_is_given(self, subject: ModelSubject) -> None:
         end = flatten_batches(await run_turn(subject.backend, subject.text_request))[-1]

@@ -1,6 +1,7 @@
 // Turns with the AI SDK. stored: blocking, streamed after `previousResponseId`, and with the history given back;
-// unstored: two turns of which nothing is kept but the container; failing: one streamed turn in which something fails.
-// usage: node ai-sdk.mjs BASE_URL stored|unstored|failing; prints what came back, as JSON.
+// unstored: two turns of which nothing is kept but the container; failing: one streamed turn in which something fails;
+// reasoning: a streamed and a blocking turn of a model that thinks, of which nothing is kept.
+// usage: node ai-sdk.mjs BASE_URL stored|unstored|failing|reasoning; prints what came back, as JSON.
 import { createOpenAI } from "@ai-sdk/openai";
 import { generateText, streamText } from "ai";
 
@@ -52,4 +53,18 @@ async function failing() {
   return told;
 }
 
-console.log(JSON.stringify(await { stored, unstored, failing }[mode]()));
+async function reasoning() {
+  const model = openai.responses("scripted-reasoning");
+  const providerOptions = { openai: { store: false, reasoningSummary: "auto", forceReasoning: true } };
+  const first = streamText({ model, messages: [square], providerOptions, maxRetries: 0 });
+  let thought = "";
+  for await (const part of first.stream) {
+    if (part.type === "error") throw part.error;
+    if (part.type === "reasoning-delta") thought += part.text;
+  }
+  const messages = [square, ...(await first.response).messages, add];
+  const second = await generateText({ model, messages, providerOptions, maxRetries: 0 });
+  return { thoughts: [thought, second.reasoningText], texts: [await first.text, second.text] };
+}
+
+console.log(JSON.stringify(await { stored, unstored, failing, reasoning }[mode]()));
