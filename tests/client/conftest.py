@@ -73,7 +73,11 @@ def gateway_without_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[G
 def _run_gateway(
     directory: Path, model: ScriptedModelServer, settings: dict[str, object]
 ) -> Iterator[GatewayServer]:
-    settings["models"] = [{"match": "*", "base_url": model.url}]
+    settings["models"] = [
+        {"match": "named", "base_url": model.url},
+        {"match": "reasoning", "base_url": model.url, "replay_reasoning": True},
+        {"match": "*", "base_url": model.url},
+    ]
     with gateway_process.run_gateway(directory, settings) as running, make_client(running) as client:
         yield GatewayServer(running, model, client)
 

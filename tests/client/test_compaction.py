@@ -29,7 +29,7 @@ from fumehood.client.prompt import AnyTool, NoParams
 from tests.client.conftest import GatewayServer, OpenAIStandIn
 from tests.support.client_prompts import HOSTED, function_call
 from tests.support.code_word_model_server import CodeWordModel
-from tests.support.gateway_process import code_call, text_answer
+from tests.support.gateway_process import code_call, reasoning_answer, text_answer
 from tests.support.openai_server import Reply, error, message, response
 
 THRESHOLD = 2500
@@ -214,6 +214,25 @@ def test_a_gateway_stores_no_content_in_zdr_mode(gateway_server: GatewayServer) 
             assert adapter.evaluate(create_prompt(f"Say {word}."), session=session).text == f"{word}, too"
         assert session[CompactionState].all()[0].compaction_count == 2
         assert is_stored(word) is not zdr_mode
+
+
+def test_reasoning_is_carried_in_zdr_mode(gateway_without_code: GatewayServer) -> None:
+    """The gateway stores nothing; the session has the reasoning, and the model gets it back."""
+    config, session = CompactionConfig(zdr_mode=True), Session()
+    adapter = gateway_without_code.adapter(model="reasoning", compaction=config)
+    gateway_without_code.script(reasoning_answer("Let me think.", "Yes"), text_answer("Still yes"))
+    adapter.evaluate(create_prompt("Is it?"), session=session)
+    transcript = session[Transcript].latest()
+    assert transcript is not None
+    (item,) = [item for item in transcript.items if item.get("type") == "reasoning"]
+    assert item["encrypted_content"]
+    assert adapter.evaluate(create_prompt("Sure?"), session=session).text == "Still yes"
+    (past,) = [
+        message
+        for message in gateway_without_code.model.requests[-1].json["messages"]
+        if message["role"] == "assistant"
+    ]
+    assert past == {"role": "assistant", "content": "Yes", "reasoning_content": "Let me think."}
 
 
 def test_only_a_gateway_gets_the_threshold(

@@ -128,7 +128,7 @@ class ScriptedModelServer:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
-        self._chat = RawModelServer(deque())
+        self._chat = RawModelServer(deque(), lists_models=False)
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Self:

@@ -37,7 +37,11 @@ type Responder = Callable[[ReceivedRequest, asyncio.StreamWriter], Awaitable[boo
 
 @dataclass(slots=True)
 class RawModelServer:
-    """url: what `base_url` is to be; asked: the requests; left: set when a client hung up before its answer's end."""
+    """url: what `base_url` is to be; requests: those that came.
+
+    client_disconnected: set when a client hung up before its answer's end.
+    lists_models: whether the script also answers requests for the list of models; otherwise there is none.
+    """
 
     responders: deque[Responder]
     url: str = ""
@@ -45,6 +49,7 @@ class RawModelServer:
     client_disconnected: asyncio.Event = field(default_factory=asyncio.Event)
     connections: int = 0
     writers: set[asyncio.StreamWriter] = field(default_factory=set[asyncio.StreamWriter])
+    lists_models: bool = True
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -52,6 +57,9 @@ class RawModelServer:
         connection = self.connections
         try:
             while (asked := await _read(reader, connection)) is not None:
+                if asked.method == "GET" and not self.lists_models:
+                    writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+                    continue
                 self.requests.append(asked)
                 answering = asyncio.ensure_future(self.responders.popleft()(asked, writer))
                 # A client that hangs up is noticed while the answer waits.

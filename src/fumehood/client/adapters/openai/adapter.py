@@ -25,7 +25,11 @@ from fumehood.client.adapters.openai.native_tools.native_tool_section import (
     check_native_tools,
     merge_native_tool_lists,
 )
-from fumehood.client.adapters.openai.responses_client import ResponsesClient, is_fumehood_gateway
+from fumehood.client.adapters.openai.responses_client import (
+    ResponsesClient,
+    fetch_announced_tools,
+    is_fumehood_gateway,
+)
 from fumehood.client.adapters.openai.wire import EXECUTION_FIELD, responses_tool_choice, responses_tool_spec
 from fumehood.client.adapters.openai.workspace import OpenAIContainerWorkspaceSection
 from fumehood.client.adapters.provider_adapter import PromptResponse
@@ -204,6 +208,7 @@ class OpenAIAdapter:
             raise
         if deadline is not None:
             deadline.check("the first request", prompt_name=bound.name)
+        self._check_announced_tools(request, bound.name, deadline)
         api = ResponsesClient(self.client, self._throttle, self._observer)
         self._set_container(request, rendered, workspace, api, deadline)
         if workspace is not None and (workspace.filesystem.archive or workspace.filesystem.relocated_files):
@@ -343,6 +348,22 @@ class OpenAIAdapter:
             container = tool.setdefault("container", {"type": "auto"})
             if isinstance(container, str):
                 _check_container_alive(container, api, rendered.prompt_name, deadline)
+
+    def _check_announced_tools(
+        self, request: Mapping[str, Any], prompt_name: str, deadline: Deadline | None
+    ) -> None:
+        """Raise PromptValidationError if a gateway does not host a native tool for the model: it would not offer it."""
+        native = [tool["type"] for tool in request.get("tools", ()) if tool["type"] != "function"]
+        announced = fetch_announced_tools(self.client, self.model, deadline=deadline) if native else None
+        if announced is None or "*" in announced:
+            return
+        for kind in native:
+            require(
+                kind in announced,
+                f"The gateway does not host the native tool {kind!r} for the model {self.model!r} (it hosts: "
+                f"{', '.join(sorted(announced)) or 'none'}); leave the tool out, or choose another model.",
+                prompt_name=prompt_name,
+            )
 
     def _build_include(self, request: Mapping[str, Any], deadline: Deadline | None) -> list[str]:
         kinds = [tool["type"] for tool in request.get("tools", ())]

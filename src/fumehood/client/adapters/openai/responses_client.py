@@ -27,7 +27,9 @@ VERSION_HEADER = "fumehood-version"
 _RETRYABLE_STATUSES = (408, 429)
 _PROBE_SECONDS = 10
 _MIN_COMPACT_THRESHOLD = 1000  # tokens, the minimum that the API accepts
+_TOOLS_FIELD = "fumehood:tools"
 _known_gateways: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+_announced_tools: WeakKeyDictionary[Any, dict[str, frozenset[str] | None]] = WeakKeyDictionary()
 
 
 def send_with_retry[T](
@@ -190,16 +192,43 @@ def is_fumehood_gateway(client: "OpenAI", *, deadline: Deadline | None = None) -
             import openai
 
             try:
-                # The body does not matter.
-                seconds = _PROBE_SECONDS if deadline is None else deadline.remaining().total_seconds()
-                asked = client.with_options(max_retries=0, timeout=min(_PROBE_SECONDS, max(seconds, 0.001)))
-                asked.get("/fumehood", cast_to=object)
+                _with_probe_timeout(client, deadline).get(
+                    "/fumehood", cast_to=object
+                )  # its body does not matter
                 _known_gateways[client] = False
             except openai.APIStatusError as error:  # not a fumehood gateway
                 _known_gateways[client] = VERSION_HEADER in error.response.headers
             except openai.OpenAIError:
                 return False  # unreachable; the next caller tries again
     return _known_gateways[client]
+
+
+def fetch_announced_tools(
+    client: "OpenAI", model: str, *, deadline: Deadline | None = None
+) -> frozenset[str] | None:
+    """Return the types of hosted tools that a fumehood gateway announces for a model, `*` for all; None if it, or
+    another server, announces none. It is asked once for each model.
+    """
+    if not is_fumehood_gateway(client, deadline=deadline):
+        return None
+    known = _announced_tools.setdefault(client, {})
+    if model not in known:
+        import openai
+
+        try:
+            card = _with_probe_timeout(client, deadline).models.retrieve(model)
+            tools = (card.model_extra or {}).get(_TOOLS_FIELD)
+            known[model] = frozenset(map(str, cast(list[object], tools))) if isinstance(tools, list) else None
+        except openai.APIStatusError:  # a model of a pattern, or a key without the scope
+            known[model] = None
+        except openai.OpenAIError:
+            return None  # unreachable; the next caller tries again
+    return known[model]
+
+
+def _with_probe_timeout(client: "OpenAI", deadline: Deadline | None) -> "OpenAI":
+    seconds = _PROBE_SECONDS if deadline is None else deadline.remaining().total_seconds()
+    return client.with_options(max_retries=0, timeout=min(_PROBE_SECONDS, max(seconds, 0.001)))
 
 
 def _classify_error(error: Exception, prompt_name: str) -> TransientFailure:
