@@ -13,6 +13,7 @@ from fumehood.client import (
     HostMount,
     MarkdownSection,
     Prompt,
+    PromptEvaluationError,
     PromptValidationError,
     Session,
     Tool,
@@ -104,14 +105,14 @@ def test_hosted_tools(gateway_server: GatewayServer) -> None:
 def test_a_tool_that_the_gateway_does_not_host_is_rejected_before_a_request(
     gateway_without_code: GatewayServer,
 ) -> None:
-    """It announces the tools of a model; it would leave others out without a word."""
+    """It announces the tools of a model."""
     settings = OpenAIHostedToolsConfig(web_search=True)
     with pytest.raises(PromptValidationError, match=r"does not host the native tool 'web_search' .*none"):
         gateway_without_code.evaluate(prompt(), model="named", hosted_tools=settings)
     assert not gateway_without_code.model.requests
-    # Of a model that only a pattern names, it announces nothing.
-    response = gateway_without_code.evaluate(prompt(), text_answer("Found."), hosted_tools=settings)
-    assert response.text == "Found."
+    # Of a model that only a pattern names, it announces nothing, and decides itself.
+    with pytest.raises(PromptEvaluationError, match=r"refused the request \(400\)"):
+        gateway_without_code.evaluate(prompt(), hosted_tools=settings)
 
 
 def test_python_and_a_function_in_one_evaluation(gateway_server: GatewayServer) -> None:
