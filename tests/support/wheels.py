@@ -20,11 +20,8 @@ PYTHONS = ("3.12", "3.13")
 _SETUP = str(ROOT / "tools" / "setup.sh")
 _WHEELS = ROOT / ".wheels"
 _SECONDS = 900
-# An ordinary user has no cgroup of his own: for `exec` and `doctor`, and for `serve`.
-_WITHOUT_CGROUP = {
-    "FUMEHOOD_LIMITS": "best-effort",
-    "FUMEHOOD_PROVIDERS__CODE_INTERPRETER__SETTINGS__SANDBOX_LIMITS": "best-effort",
-}
+# An ordinary user has no cgroup of his own.
+_WITHOUT_CGROUP = {"FUMEHOOD_LIMITS": "best-effort"}
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,19 @@ def test_doctor_finds_nothing_missing(installation: Installation, index: FakePac
     assert (done.returncode, missing) == (0, []), report
 
 
+def test_the_data_is_in_the_directory_of_its_user(installation: Installation) -> None:
+    directory = installation.home / ".local" / "share" / "fumehood"
+    assert installation.fumehood("keys", "list", "--json", "--data", "elsewhere").returncode == 0
+    assert not (installation.home / "elsewhere").exists()
+    assert installation.fumehood("config", "check").returncode == 0
+    shown = installation.fumehood("config", "check", "--show").stdout
+    assert f"url: sqlite:///{directory}/fumehood.db\n" in shown
+    created = installation.fumehood("keys", "create", "--data", "keys")
+    assert created.stdout.startswith("fh-")
+    assert (installation.home / "keys" / "fumehood.db").exists()
+    assert not (installation.home / "fumehood.db").exists()
+
+
 def test_the_gateway_serves_a_code_interpreter(installation: Installation) -> None:
     command = installation.command(
         str(installation.bin / "fumehood"),

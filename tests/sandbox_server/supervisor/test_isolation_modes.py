@@ -315,7 +315,7 @@ async def test_without_cgroups_it_refuses_unless_told_otherwise(
         raise CgroupUnavailable("Nothing is delegated.", "Delegate something.")
 
     monkeypatch.setattr(cgroups, "open_tree", unavailable)
-    with pytest.raises(IsolationUnavailable, match=r"Delegate something\. Or set limits to best-effort"):
+    with pytest.raises(IsolationUnavailable, match=r"Delegate something\. Or use --limits best-effort"):
         async with Supervisor(SandboxServerSettings(pool=0)):
             pass
     async with Supervisor(SandboxServerSettings(pool=0, limits="best-effort", preload=())) as lax:

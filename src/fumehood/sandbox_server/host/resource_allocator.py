@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 # Zygotes serve all sandboxes and run no user code: busy sandboxes must not delay a new one.
 _ZYGOTE_WEIGHT = 10_000
 _LIMITS_ADVICE = (
-    "Or set limits to best-effort, which runs code without a memory limit: one program can then use up all memory "
+    "Or use --limits best-effort, which runs code without a memory limit: one program can then use up all memory "
     "of the host."
 )
 
