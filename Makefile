@@ -39,7 +39,7 @@ endif
 $(STAMP): pyproject.toml uv.lock .python-version src/fumehood/__init__.py $(SETUP)
 	@$(SETUP)
 
-.PHONY: help setup setup-clients demo test test-313 test-busy test-wheel test-slow test-clients test-phoenix check format-check lint types imports fmt bench bench-sandbox bench-warm-start bench-gateway bench-check lock clean
+.PHONY: help setup setup-clients demo test test-313 test-busy test-wheel test-mutations test-slow test-clients test-phoenix check format-check lint types imports fmt bench bench-sandbox bench-warm-start bench-gateway bench-check lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ test-busy: $(STAMP) ## Run the tests with ten busy processes beside them
 
 test-wheel: $(STAMP) ## Test the built wheel, installed by pip and uv, as root and as an ordinary user
 	@$(RUN) python -m pytest -m wheel tests/wheel -n 0 $(ARGS)
+
+test-mutations: $(STAMP) ## Disable features of the specifications, one at a time, and see their tests fail
+	@$(RUN) python -m tools.disable_features $(ARGS)
 
 test-slow: $(STAMP) ## Run the slow tests
 	@$(RUN) python -m pytest -m "slow and not live and not wheel" $(ARGS) || { [ $$? -eq 5 ] && echo "There are no slow tests yet."; }

@@ -337,6 +337,7 @@ def test_which_results_are_failures(found: ToolResult[CodeInterpreterResult], su
 
 def test_a_failure_has_its_traceback_and_still_its_files() -> None:
     found = build_result(TRACEBACK)
+    assert found.success is False
     assert found.value is not None
     assert found.value.stderr.startswith("Traceback")
     assert found.value.files

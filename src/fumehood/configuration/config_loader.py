@@ -3,7 +3,6 @@
 Both servers use it, each with a `ConfigSchema`.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -312,6 +311,8 @@ def _describe_unknown_setting[T](
         )
     if advice := schema.explain_unknown(full):
         return f"there is no setting {full[:_MAX_QUOTED]}; {advice}"
+    import difflib  # here, because most configurations do not need it
+
     close = difflib.get_close_matches(name, known, n=1)
     advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
     return f"there is no setting {full[:_MAX_QUOTED]}; {advice}"
