@@ -8,9 +8,10 @@ import msgspec
 from fumehood.engine.run_service import EngineRun
 from fumehood.interfaces import Caller
 from fumehood.protocol.conversation import ConversationSegment
+from fumehood.protocol.openai.items import FunctionCall
 from fumehood.protocol.openai.responses import CreateResponse
-from fumehood.testing import ScriptedModel, says
-from tests.support.engine_harness import EngineHarness
+from fumehood.testing import ScriptedModel, calls, says
+from tests.support.engine_harness import FUNCTION, EngineHarness
 
 LONG = "so much to say " * 2000
 
@@ -33,6 +34,24 @@ async def test_a_conversation_is_given_back_and_taken_again() -> None:
     # The very same, with what was rendered of it.
     assert second.get_conversation()[0] is model.requests[1].segments[0] is held[0]
     assert engine.store.commit_count == 0
+
+
+async def test_calls_of_a_held_conversation_keep_their_ids_to_themselves() -> None:
+    again = calls("f", {}, call_id="call_0")
+    async with ScriptedModel(again, again) as model:
+        engine = EngineHarness(model)
+        first = await ended(engine, None, tools=[FUNCTION])
+        result = {"type": "function_call_output", "call_id": "call_0", "output": "1"}
+        second = await ended(
+            engine,
+            first.get_conversation(),
+            previous_response_id=first.id,
+            tools=[FUNCTION],
+            input=[result],
+        )
+    (made,) = (await second.wait()).output
+    assert isinstance(made, FunctionCall)
+    assert made.call_id != "call_0"
 
 
 async def test_what_is_kept_on_top_of_it_has_all_of_it() -> None:

@@ -59,6 +59,22 @@ async def test_reasoning_arrives_as_summary(server: str) -> None:
         assert response["output"][0]["content"] == [{"type": "reasoning_text", "text": "Let me think."}]
 
 
+async def test_a_repeated_request_gets_the_same_reasoning() -> None:
+    """A replay has each text in one delta, and adds up to the same response."""
+    answer, _ = SERVERS["reasoning_content"]
+    async with run_gateway_before(answer) as (gateway, _):
+        first, again = [
+            await gateway.create_response({"idempotency-key": "once"}, stream=True, **AUTO, **ENCRYPTED)
+            for _ in range(2)
+        ]
+    events, replayed = parse_events(first.body), parse_events(again.body)
+    assert events[-1][1]["response"]["output"][0]["encrypted_content"]
+    assert replayed[-1][1]["response"] == events[-1][1]["response"]
+    assert [event["sequence_number"] for _, event in replayed] == [*range(len(replayed))]
+    for kind in ("reasoning_summary_text", "reasoning_text"):
+        assert read_deltas(replayed, kind) == read_deltas(events, kind) == "Let me think."
+
+
 @pytest.mark.parametrize("server", SERVERS)
 @pytest.mark.parametrize("asked", [{}, AUTO], ids=["plain", "with a summary"])
 async def test_carried_reasoning_reaches_a_server_that_takes_it(server: str, asked: dict[str, Any]) -> None:
