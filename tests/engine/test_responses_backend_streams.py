@@ -1,18 +1,25 @@
 """Whole streams where the model is behind a server of Responses."""
 
+from typing import Any
+
+import pytest
 from inline_snapshot import snapshot
 from msgspec import Raw
 
 from fumehood.protocol.model_turns import (
     ModelCitation,
     ModelMessageStarted,
+    ModelPassthroughDelta,
     ModelPassthroughItem,
+    ModelPassthroughStarted,
     ModelReasoningEnded,
     ModelReasoningStarted,
     ModelReasoningSummaryDelta,
     ModelTextDelta,
+    ModelTurnEnded,
 )
 from fumehood.protocol.openai.items import UrlCitationAnnotation
+from fumehood.protocol.openai.stream_events import ShellCallCommandDelta
 from fumehood.testing import ScriptedModel, calls, says
 from tests.support.echo_tool import EchoTool
 from tests.support.engine_harness import EngineHarness
@@ -235,6 +242,25 @@ async def test_what_a_server_of_responses_says_of_its_reasoning() -> None:
             },
         ]
     )
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_parts_of_items_of_the_server_are_streamed(is_whole: bool) -> None:
+    """One that is cut off ends as it began, without what was incomplete."""
+    begun = Raw(b'{"type":"shell_call","id":"sh_1","call_id":"c","action":{"commands":[]},"future":1}')
+    whole = Raw(b'{"type":"shell_call","id":"sh_1","call_id":"c","action":{"commands":["ls"]},"future":1}')
+    written = ShellCallCommandDelta(output_index=-1, command_index=0, delta="ls")
+    end: list[Any] = (
+        [ModelPassthroughItem(whole, awaits_client=True, key=0)] if is_whole else [ModelTurnEnded("length")]
+    )
+    turn = [*says("a", deltas=1), ModelPassthroughStarted(0, begun), ModelPassthroughDelta(0, written), *end]
+    async with ScriptedModel(turn) as model:
+        events = await EngineHarness(model).stream()
+    response = check_invariants(events)
+    assert response.output[1:] == [whole if is_whole else begun]
+    (delta,) = [event for event in events if isinstance(event, ShellCallCommandDelta)]
+    assert (delta.output_index, delta.delta) == (1, "ls")
+    assert written.output_index == -1
 
 
 async def test_items_that_only_the_server_and_the_client_understand() -> None:

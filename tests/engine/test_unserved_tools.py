@@ -68,6 +68,14 @@ async def test_one_that_is_forced_is_refused(choice: dict[str, Any]) -> None:
     assert refused.value.param == "tool_choice"
 
 
+async def test_a_call_cannot_be_required_of_nothing_but_them() -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"required, but .*web_search is not configured, .*mcp"
+    ) as refused:
+        await make_engine().start(tools=[SEARCH, MCP], tool_choice="required")
+    assert refused.value.param == "tool_choice"
+
+
 @pytest.mark.parametrize(
     "choice",
     [

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import closing
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -16,8 +17,22 @@ from fumehood.engine.run_event_log import ReaderLagLimits
 from fumehood.gateway import idempotency
 from fumehood.interfaces import IdempotencyClaim
 from fumehood.protocol.openai.api_errors import InternalServerError, InvalidRequest, ModelUnreachable
-from fumehood.protocol.openai.stream_events import OutputTextDelta
-from tests.support.scripted_gateway import HttpResponse, ScriptedGateway, run_gateway, text_events
+from fumehood.protocol.openai.responses import Response
+from fumehood.protocol.openai.stream_events import (
+    OutputItemAdded,
+    OutputItemDone,
+    OutputTextDelta,
+    ResponseCompleted,
+    ResponseCreated,
+    StreamEvent,
+)
+from tests.support.scripted_gateway import (
+    HttpResponse,
+    ScriptedGateway,
+    number_events,
+    run_gateway,
+    text_events,
+)
 from tests.support.two_tenant_gateway import INTERPRETER, TenantGateway, two_tenants
 from tests.support.waiting import wait_until
 
@@ -379,6 +394,30 @@ async def test_a_stream_that_broke_off_is_not_run_again(fault: Exception) -> Non
             await gateway.create_response(stream=True, store=False, headers=idempotency_header("broken"))
         ).error == GONE
         assert len(gateway.runs.runs) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_items_of_a_model_server_are_remembered_as_they_came(stream: bool) -> None:
+    item = {"type": "shell_call", "id": "sh_1", "call_id": "c", "action": {"commands": ["ls"]}, "future": 1}
+    made = msgspec.Raw(json.dumps(item).encode())
+
+    def script(response: Response) -> list[list[StreamEvent]]:
+        ended = msgspec.structs.replace(response, status="completed", output=[made])
+        events: list[StreamEvent] = [
+            ResponseCreated(response=response),
+            OutputItemAdded(output_index=0, item=made),
+            OutputItemDone(output_index=0, item=made),
+            ResponseCompleted(response=ended),
+        ]
+        return [number_events(events)]
+
+    async with run_gateway() as gateway:
+        gateway.runs.script = script
+        request: dict[str, Any] = {"stream": stream, "store": False, "headers": idempotency_header("passed")}
+        first, second = [await gateway.create_response(**request) for _ in range(2)]
+    assert is_replayed(second)
+    outputs = [(terminal_response(answer) if stream else answer.json)["output"] for answer in (first, second)]
+    assert outputs == [[item], [item]]
 
 
 @pytest.mark.parametrize("stream", [False, True])

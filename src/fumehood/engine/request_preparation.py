@@ -148,8 +148,8 @@ class RequestPreparer:
             if any(self._tools[spec.type].finds_files for spec, _ in offered):
                 hidden = ()
         choice = _NO_CHOICE if request.tool_choice is None else parse_tool_choice(request.tool_choice)
-        chosen = tools.choose(choice)
         tools.check_only_tool(len(specs))
+        chosen = tools.choose(choice)
         response = self._build_initial_response(request, specs, choice, tools.warnings)
         return PreparedRequest(
             caller=caller,

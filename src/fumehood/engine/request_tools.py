@@ -151,9 +151,12 @@ class RequestTools:
         functions, server_tools = list(self.functions.values()), list(self.server_tools)
         if choice.allowed is None:
             if choice.mode == "required" and not functions and not server_tools:
-                raise InvalidRequest(
-                    "Tool choice 'required' must be specified with 'tools' parameter.", param="tool_choice"
+                reason = (
+                    f"A call is required, but {', '.join(self.warnings)}."
+                    if self.unserved
+                    else "Tool choice 'required' must be specified with 'tools' parameter."
                 )
+                raise InvalidRequest(reason, param="tool_choice")
             return ChosenTools(functions, server_tools, choice.mode)
         names = [name for wanted in choice.allowed for name in self._find_functions(wanted)]
         allowed_functions = [self.functions[name] for name in dict.fromkeys(names)]

@@ -30,7 +30,9 @@ from fumehood.protocol.model_turns import (
     ModelCallStarted,
     ModelCitation,
     ModelMessageStarted,
+    ModelPassthroughDelta,
     ModelPassthroughItem,
+    ModelPassthroughStarted,
     ModelReasoningDelta,
     ModelReasoningEnded,
     ModelReasoningStarted,
@@ -155,6 +157,8 @@ class TurnAssembler:
         self._phase: MessagePhase | None = None  # of the next message
         self._reasoning: ReasoningBuilder | None = None
         self._open_calls: dict[int, HostedCall | ClientCallBuilder | _RejectedCall | None] = {}
+        # Items of the model server that have begun, by its keys: output index, and the item as it began.
+        self._open_passthrough: dict[int, tuple[int, msgspec.Raw]] = {}
         # Finished entries by output index, calls that only the model learns of, and events that are not in the log yet.
         self._entries_by_index: dict[int, ConversationEntry] = {}
         self._rejected_calls: list[_RejectedCall] = []
@@ -244,9 +248,8 @@ class TurnAssembler:
                 if self._reasoning is None:
                     await self._open_reasoning(has_text=False)
                 self._close_reasoning(event.encrypted_content)
-            case ModelPassthroughItem():
-                await self._pass_through_item(event)
-                return len(bytes(event.item))
+            case ModelPassthroughStarted() | ModelPassthroughDelta() | ModelPassthroughItem():
+                return await self._feed_passthrough(event)
             case _:  # `_feed_deltas` feeds the others
                 pass
         return 0
@@ -254,16 +257,37 @@ class TurnAssembler:
     async def _pass_through_item(self, event: ModelPassthroughItem) -> None:
         if msgspec.json.decode(event.item, type=_ItemTag).type == COMPACTION_TYPE:
             return  # it is sealed by another server, and the conversation could not continue from it
+        started = None if event.key is None else self._open_passthrough.pop(event.key, None)
+        index = await self._begin_passthrough(event.item) if started is None else started[0]
+        self._end_passthrough(index, event.item)
+        self.client_call_count += event.awaits_client
+
+    async def _feed_passthrough(
+        self, event: ModelPassthroughStarted | ModelPassthroughDelta | ModelPassthroughItem
+    ) -> int:
+        """Process an event of an item of the model server; return its number of characters."""
+        if isinstance(event, ModelPassthroughDelta):
+            opened = self._open_passthrough.get(event.key)
+            if opened is not None:
+                self._pending_events.append(msgspec.structs.replace(event.event, output_index=opened[0]))
+            return 1
+        if isinstance(event, ModelPassthroughStarted):
+            self._open_passthrough[event.key] = (await self._begin_passthrough(event.item), event.item)
+        else:
+            await self._pass_through_item(event)
+        return len(bytes(event.item))
+
+    async def _begin_passthrough(self, item: msgspec.Raw) -> int:
         self._close_reasoning()
         await self._close_message()
         self._close_complete_calls()
         index = self._output.allocate_output_index()
-        self._pending_events += [
-            OutputItemAdded(output_index=index, item=event.item),
-            OutputItemDone(output_index=index, item=event.item),
-        ]
-        self._record_item(index, event.item)
-        self.client_call_count += event.awaits_client
+        self._pending_events.append(OutputItemAdded(output_index=index, item=item))
+        return index
+
+    def _end_passthrough(self, index: int, item: msgspec.Raw) -> None:
+        self._pending_events.append(OutputItemDone(output_index=index, item=item))
+        self._record_item(index, item)
 
     def _flush(self) -> None:
         if self._pending_events:
@@ -456,6 +480,9 @@ class TurnAssembler:
     def _close_items(self, status: ItemStatus, citations: Sequence[ContainerFileCitationAnnotation]) -> None:
         self._close_reasoning()
         self._end_message(status, citations)
+        for index, item in self._open_passthrough.values():  # as they began: nothing of them is complete
+            self._end_passthrough(index, item)
+        self._open_passthrough.clear()
         for call in self._open_calls.values():
             if isinstance(call, ClientCallBuilder):
                 self._close_call(call, status)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+from msgspec import Raw
 
 from fumehood.gateway.gateway_exchange import GatewayExchange, encode_json
 from fumehood.gateway.gateway_metrics import GatewayMetrics
@@ -33,6 +34,7 @@ from fumehood.interfaces import (
 )
 from fumehood.protocol.openai.api_errors import ApiError, Conflict, InvalidRequest, RateLimited
 from fumehood.protocol.openai.ids import new_id
+from fumehood.protocol.openai.items import AuthoredItem
 from fumehood.protocol.openai.response_replay import replay_response
 from fumehood.protocol.openai.responses import CreateResponse, Response
 from fumehood.protocol.openai.stream_events import StreamEvent
@@ -49,7 +51,20 @@ _MAX_CACHE_BYTES = 64 << 20
 _CACHE_OVERHEAD_BYTES = 6 << 10  # of each response, besides its JSON
 _MAX_UNSTORED_KEYS = 20_000  # of each tenant
 
-_response_decoder = msgspec.json.Decoder(Response)
+
+class _CachedResponse(msgspec.Struct):
+    """A response with its output apart: items that a model server made are of types that are unknown here.
+
+    foreign: the indices of such items.
+    """
+
+    response: Response
+    output: list[Raw]
+    foreign: list[int]
+
+
+_cached_decoder = msgspec.json.Decoder(_CachedResponse)
+_item_decoder: msgspec.json.Decoder[AuthoredItem] = msgspec.json.Decoder(AuthoredItem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +367,7 @@ class _UnstoredResponses:
                 claim,
                 "it was not stored, and it failed, was too long to cache, or was evicted from the cache",
             )
-        return _response_decoder.decode(response)
+        return _decode_cached(response)
 
     def add(self, request: IdempotentRequest, response_id: str, response: Response | None) -> None:
         tenant, key = request.cache_key
@@ -362,9 +377,24 @@ class _UnstoredResponses:
             oldest = next(iter(claims))
             del claims[oldest]
             self._responses.drop(tenant, oldest)
-        encoded = b"" if response is None else encode_json(response)
+        encoded = b"" if response is None else _encode_cached(response)
         if 0 < len(encoded) <= _MAX_REPLAY_BYTES:
             self._responses.put(tenant, key, encoded, len(encoded) + _CACHE_OVERHEAD_BYTES)
+
+
+def _encode_cached(response: Response) -> bytes:
+    foreign = [index for index, item in enumerate(response.output) if isinstance(item, Raw)]
+    output = [Raw(encode_json(item)) for item in response.output]
+    return encode_json(_CachedResponse(msgspec.structs.replace(response, output=[]), output, foreign))
+
+
+def _decode_cached(encoded: bytes) -> Response:
+    cached = _cached_decoder.decode(encoded)
+    cached.response.output = [
+        item if index in cached.foreign else _item_decoder.decode(item)
+        for index, item in enumerate(cached.output)
+    ]
+    return cached.response
 
 
 def _read_terminal_response(run: Run) -> Response | None:

@@ -13,6 +13,7 @@ from msgspec import Raw
 from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.openai.items import MessagePhase, UrlCitationAnnotation
 from fumehood.protocol.openai.responses import ReasoningConfig, TextConfig, Usage
+from fumehood.protocol.openai.stream_events import PassthroughItemEvent
 from fumehood.protocol.openai.tool_specs import ModelToolDefinition, ToolSpec
 
 UPSTREAM_REASONING_PREFIX = "fh1:"
@@ -126,11 +127,29 @@ class ModelReasoningEnded(ModelEvent, frozen=True):
     encrypted_content: str | None = None
 
 
+class ModelPassthroughStarted(ModelEvent, frozen=True, gc=True):
+    """An item that only the server and the client understand begins; `key` identifies it within its turn."""
+
+    key: int
+    item: Raw
+
+
+class ModelPassthroughDelta(ModelEvent, frozen=True, gc=True):
+    """An event of an item that has begun, for the client; its output index is not set."""
+
+    key: int
+    event: PassthroughItemEvent
+
+
 class ModelPassthroughItem(ModelEvent, frozen=True, gc=True):
-    """A whole item that only the server and the client understand; `awaits_client` if the client must answer it."""
+    """A whole item that only the server and the client understand; `awaits_client` if the client must answer it.
+
+    key: that of its `ModelPassthroughStarted`, with the same item id; None if there was none.
+    """
 
     item: Raw
     awaits_client: bool = False
+    key: int | None = None
 
 
 class ModelCallStarted(ModelEvent, frozen=True):
@@ -179,6 +198,8 @@ type AnyModelEvent = (
     | ModelReasoningStarted
     | ModelReasoningSummaryDelta
     | ModelReasoningEnded
+    | ModelPassthroughStarted
+    | ModelPassthroughDelta
     | ModelPassthroughItem
     | ModelTurnEnded
 )

@@ -22,7 +22,9 @@ from fumehood.protocol.model_turns import (
     ModelCallStarted,
     ModelCitation,
     ModelMessageStarted,
+    ModelPassthroughDelta,
     ModelPassthroughItem,
+    ModelPassthroughStarted,
     ModelReasoningDelta,
     ModelReasoningEnded,
     ModelReasoningStarted,
@@ -39,6 +41,13 @@ from fumehood.protocol.openai.api_errors import (
 )
 from fumehood.protocol.openai.items import UrlCitationAnnotation
 from fumehood.protocol.openai.responses import InputTokensDetails, OutputTokensDetails, Usage
+from fumehood.protocol.openai.stream_events import (
+    ApplyPatchDiffDelta,
+    ApplyPatchDiffDone,
+    ShellCallCommandAdded,
+    ShellCallCommandDelta,
+    ShellCallCommandDone,
+)
 from tests.support.responses_events import (
     added,
     call,
@@ -317,11 +326,43 @@ def test_a_custom_tool_call_becomes_a_function_call_with_one_field() -> None:
     ],
 )
 def test_passthrough_items_get_our_ids(item: dict[str, Any], awaits: bool) -> None:
-    (passed, end) = parse(added(0, **item), done(0, **item), ended())
+    *started, passed, end = parse(added(0, **item), done(0, **item), ended())
     assert isinstance(passed, ModelPassthroughItem)
+    if item["type"] in ("shell_call", "apply_patch_call"):
+        assert started == [ModelPassthroughStarted(0, passed.item)]
+        assert passed.key == 0
     assert passed.awaits_client == awaits
     assert json.loads(bytes(passed.item)) == item | {"id": item["id"].replace("theirs", "made_1")}
     assert end == ModelTurnEnded("stop")
+
+
+def test_parts_of_commands_and_patches_are_passed_on() -> None:
+    shell: dict[str, Any] = {"type": "shell_call", "id": "sh_theirs", "call_id": "c", "action": {}}
+    patch = {"type": "apply_patch_call", "id": "apc_theirs", "call_id": "d"}
+    command: dict[str, object] = {"output_index": 0, "command_index": 0}
+    diff: dict[str, object] = {"output_index": 1, "item_id": "apc_theirs"}
+    events = parse(
+        added(0, **shell),
+        event("response.shell_call_command.added", **command, command=""),
+        event("response.shell_call_command.delta", **command, delta="ls"),
+        event("response.shell_call_command.delta", output_index=7, command_index=0, delta="of nothing"),
+        event("response.shell_call_command.delta", **command),
+        event("response.shell_call_command.done", **command, command="ls"),
+        done(0, **shell | {"action": {"commands": ["ls"]}}),
+        added(1, **patch),
+        event("response.apply_patch_call_operation_diff.delta", **diff, delta="+a"),
+        event("response.apply_patch_call_operation_diff.done", **diff, diff="+a"),
+        done(1, **patch),
+        ended(),
+    )
+    parts = [part for part in events if isinstance(part, ModelPassthroughDelta)]
+    assert [(part.key, part.event) for part in parts] == [
+        (0, ShellCallCommandAdded(output_index=-1, command_index=0)),
+        (0, ShellCallCommandDelta(output_index=-1, command_index=0, delta="ls")),
+        (0, ShellCallCommandDone(output_index=-1, command_index=0, command="ls")),
+        (1, ApplyPatchDiffDelta(item_id="apc_made_2", output_index=-1, delta="+a")),
+        (1, ApplyPatchDiffDone(item_id="apc_made_2", output_index=-1, diff="+a")),
+    ]
 
 
 # --- ends and failures --------------------------------------------------------------------------------------

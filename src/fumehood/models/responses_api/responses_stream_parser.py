@@ -34,7 +34,9 @@ from fumehood.protocol.model_turns import (
     ModelCallStarted,
     ModelCitation,
     ModelMessageStarted,
+    ModelPassthroughDelta,
     ModelPassthroughItem,
+    ModelPassthroughStarted,
     ModelReasoningDelta,
     ModelReasoningEnded,
     ModelReasoningStarted,
@@ -48,6 +50,14 @@ from fumehood.protocol.openai.api_errors import ModelError
 from fumehood.protocol.openai.ids import new_id
 from fumehood.protocol.openai.items import MessagePhase, UrlCitationAnnotation
 from fumehood.protocol.openai.responses import Usage
+from fumehood.protocol.openai.stream_events import (
+    ApplyPatchDiffDelta,
+    ApplyPatchDiffDone,
+    PassthroughItemEvent,
+    ShellCallCommandAdded,
+    ShellCallCommandDelta,
+    ShellCallCommandDone,
+)
 
 _ID_PREFIX = re.compile(r"([a-z]{1,8})_")
 _ITEM_TYPE = re.compile(r"[a-z][a-z_:.-]{0,63}")
@@ -56,6 +66,8 @@ _PHASES: Mapping[str | None, MessagePhase] = {"commentary": "commentary", "final
 _CLIENT_CALL_TYPES = frozenset(
     {"apply_patch_call", "local_shell_call", "computer_call", "mcp_approval_request"}
 )
+# Items whose parts the client gets while the server writes them.
+_STREAMED_ITEM_TYPES = frozenset({"shell_call", "apply_patch_call"})
 _INPUT_PREFIX = '{"input":"'
 _NULL = Raw(b"null")
 
@@ -137,6 +149,9 @@ class _UpstreamEvent(msgspec.Struct):
     output_index: int | None = None
     item_id: str | None = None
     summary_index: int | None = None
+    command_index: int | None = None
+    command: str | None = None
+    diff: str | None = None
     logprobs: list[Raw] | None = None
     text: str | dict[str, Raw] | None = None  # in a response: the requested text format
     refusal: str | None = None
@@ -190,6 +205,8 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
         self._items_with_content: set[_ItemKey] = set()  # emitted since their current part began
         self._open_calls: dict[_ItemKey, _OpenCall] = {}
         self._call_ids = CallIdChooser(used_call_ids, make_id)
+        self._started_items: dict[_ItemKey, tuple[int, str]] = {}  # passed through: their keys and our ids
+        self._started_count = 0
         self._has_items = False
         self._response_id = self._response_model = _NULL
 
@@ -255,7 +272,22 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
 
     def _on_item_added(self, event: _UpstreamEvent, events: list[AnyModelEvent]) -> None:
         item = _item_decoder.decode(event.item)
-        self._begin_item(_get_item_key(event, item), item, events)
+        key = _get_item_key(event, item)
+        is_new = key not in self._open_items
+        self._begin_item(key, item, events)
+        if is_new and item.type in _STREAMED_ITEM_TYPES:
+            item_id = self._make_item_id(item.id)
+            started = ModelPassthroughStarted(self._started_count, _replace_item_id(event.item, item_id))
+            self._started_count += 1
+            self._started_items[key] = (started.key, item_id)
+            events.append(started)
+
+    def _on_item_part(self, event: _UpstreamEvent, events: list[AnyModelEvent]) -> None:
+        """Pass on a part of a command or patch."""
+        key, item_id = self._started_items.get(_get_item_key(event), (None, ""))
+        part = _make_item_event(event, item_id)
+        if key is not None and part is not None:
+            events.append(ModelPassthroughDelta(key, part))
 
     def _on_item_done(self, event: _UpstreamEvent, events: list[AnyModelEvent]) -> None:
         self._finish_item(event, event.item, events)
@@ -291,15 +323,14 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
             full_text = item.input if item.type == "custom_tool_call" else arguments_to_json(item.arguments)
             self._finish_call(key, full_text or "", events)
         elif _ITEM_TYPE.fullmatch(item.type) and item.type != COMPACTION_TYPE:
-            events.append(ModelPassthroughItem(self._replace_item_id(raw), item.awaits_client))
+            started, item_id = self._started_items.pop(key, (None, ""))
+            replaced = _replace_item_id(raw, item_id or self._make_item_id(item.id))
+            events.append(ModelPassthroughItem(replaced, item.awaits_client, started))
 
-    def _replace_item_id(self, raw: Raw) -> Raw:
-        """The item with an id of ours that has the same prefix."""
-        fields = _object_decoder.decode(raw)
-        server_id = msgspec.json.decode(fields.get("id", _NULL))
-        found = _ID_PREFIX.match(server_id) if isinstance(server_id, str) else None
-        fields["id"] = Raw(msgspec.json.encode(self._make_id(found[1] if found else "item")))
-        return _ensure_utf8(Raw(msgspec.json.encode(fields)))
+    def _make_item_id(self, server_id: str | None) -> str:
+        """An id of ours with the prefix of the server's."""
+        found = _ID_PREFIX.match(server_id or "")
+        return self._make_id(found[1] if found else "item")
 
     # ---- calls ------------------------------------------------------------------------------------------------
 
@@ -377,6 +408,11 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
         "response.custom_tool_call_input.delta": _on_arguments_delta,
         "response.function_call_arguments.done": _on_arguments_done,
         "response.custom_tool_call_input.done": _on_arguments_done,
+        "response.shell_call_command.added": _on_item_part,
+        "response.shell_call_command.delta": _on_item_part,
+        "response.shell_call_command.done": _on_item_part,
+        "response.apply_patch_call_operation_diff.delta": _on_item_part,
+        "response.apply_patch_call_operation_diff.done": _on_item_part,
         "response.reasoning_text.delta": _on_other_delta,
         "response.reasoning_summary_text.delta": _on_other_delta,
         "response.refusal.delta": _on_other_delta,
@@ -406,6 +442,30 @@ def _get_item_key(event: _UpstreamEvent, item: _Item | None = None) -> _ItemKey:
     if event.output_index is not None:
         return event.output_index
     return event.item_id if item is None else item.id
+
+
+def _replace_item_id(raw: Raw, item_id: str) -> Raw:
+    fields = _object_decoder.decode(raw)
+    fields["id"] = Raw(msgspec.json.encode(item_id))
+    return _ensure_utf8(Raw(msgspec.json.encode(fields)))
+
+
+def _make_item_event(event: _UpstreamEvent, item_id: str) -> PassthroughItemEvent | None:
+    """The client's event for a part of a command or patch; None if it lacks something."""
+    number = event.command_index or 0
+    match event:
+        case _UpstreamEvent(type="response.shell_call_command.added"):
+            return ShellCallCommandAdded(output_index=-1, command_index=number, command=event.command or "")
+        case _UpstreamEvent(type="response.shell_call_command.delta", delta=str() as delta):
+            return ShellCallCommandDelta(output_index=-1, command_index=number, delta=delta)
+        case _UpstreamEvent(type="response.shell_call_command.done", command=str() as command):
+            return ShellCallCommandDone(output_index=-1, command_index=number, command=command)
+        case _UpstreamEvent(type="response.apply_patch_call_operation_diff.delta", delta=str() as delta):
+            return ApplyPatchDiffDelta(item_id=item_id, output_index=-1, delta=delta)
+        case _UpstreamEvent(type="response.apply_patch_call_operation_diff.done", diff=str() as diff):
+            return ApplyPatchDiffDone(item_id=item_id, output_index=-1, diff=diff)
+        case _:
+            return None
 
 
 def _make_text(source: _UpstreamEvent | _Part, text: str) -> ModelTextDelta:

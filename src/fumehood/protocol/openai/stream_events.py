@@ -246,3 +246,13 @@ class ShellCallOutputDone(ItemEvent, kw_only=True, tag="response.shell_call_outp
 
     command_index: int
     output: list[ShellCallOutputContent]
+
+
+type PassthroughItemEvent = (
+    ShellCallCommandAdded
+    | ShellCallCommandDelta
+    | ShellCallCommandDone
+    | ApplyPatchDiffDelta
+    | ApplyPatchDiffDone
+)
+"""Events of items that a model server makes; the client gets them as they are, but for the output index."""
