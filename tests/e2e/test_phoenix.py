@@ -113,9 +113,10 @@ def test_a_streamed_turn_with_code_is_seen_in_phoenix(tmp_path: Path) -> None:
             )
             assert [event.type for event in asked][-1] == "response.completed"
             assert running.stop() == 0
-        spans = wait_for_spans(address, 8)
+        spans = wait_for_spans(address, 9)
     kinds = {span["name"]: span["span_kind"] for span in spans}
     assert kinds == {
+        "POST /v1/responses": "UNKNOWN",
         "invoke_agent": "AGENT",
         "chat scripted": "LLM",
         "execute_tool code_interpreter": "TOOL",
@@ -129,10 +130,11 @@ def _is_a_tree(spans: list[Any]) -> None:
     names = {span["context"]["span_id"]: span["name"] for span in spans}
     parents = sorted((span["name"], names.get(span["parent_id"])) for span in spans)
     assert [each for each in parents if not each[0].startswith("sandbox")] == [
+        ("POST /v1/responses", None),
         ("chat scripted", "invoke_agent"),
         ("chat scripted", "invoke_agent"),
         ("execute_tool code_interpreter", "invoke_agent"),
-        ("invoke_agent", None),
+        ("invoke_agent", "POST /v1/responses"),
     ]
     assert {parent for name, parent in parents if name.startswith("sandbox")} == {
         "execute_tool code_interpreter"

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
@@ -21,7 +22,8 @@ STARTS, EXECUTIONS = "fumehood.sandbox.starts", "fumehood.sandbox.executions"
 
 def test_a_streamed_turn_with_code_is_one_trace_is_counted_and_told(tmp_path: Path) -> None:
     with OtlpReceiver() as receiver, ScriptedModelServer() as model:
-        settings = make_settings(model) | {"telemetry": {"otlp": receiver.address}}
+        settings = make_settings(model)
+        settings["telemetry"] = {"otlp": receiver.address, "provider_name": "acme"}
         works = code_call("print(6 * 7)"), text_answer("It is 42.")
         model.script(*works, code_call("import os; os._exit(3)"), text_answer("It broke."))
         with (
@@ -48,7 +50,10 @@ def test_a_streamed_turn_with_code_is_one_trace_is_counted_and_told(tmp_path: Pa
     )
     _is_one_trace([span for _, span in receiver.spans if span.trace_id == first.trace_id])
     _is_one_conversation(receiver, first.trace_id, second.trace_id)
-    _joins_call_and_result([span for _, span in receiver.spans if span.trace_id == first.trace_id])
+    _joins_call_and_result(
+        [span for _, span in receiver.spans if span.trace_id == first.trace_id],
+        json.loads(model.requests[1].body)["messages"],
+    )
     _has_the_metrics_page(receiver)
     _is_counted(receiver)
     _is_told(receiver, first.trace_id)
@@ -107,7 +112,7 @@ def _is_counted(receiver: OtlpReceiver) -> None:
     assert turns[0].pop("server.port") > 0
     assert turns[0] == {
         "gen_ai.operation.name": "chat",
-        "gen_ai.provider.name": "fumehood",
+        "gen_ai.provider.name": "acme",
         "gen_ai.request.model": "scripted",
         "server.address": "127.0.0.1",
     }
@@ -168,7 +173,7 @@ def _is_told(receiver: OtlpReceiver, trace_id: bytes) -> None:
     assert seen[2]["response"]["outputs"] == [{"type": "logs", "logs": "42"}]
 
 
-def _joins_call_and_result(spans: Sequence[Span]) -> None:
+def _joins_call_and_result(spans: Sequence[Span], sent_messages: Any) -> None:
     """By the id that the model knows, in what one turn wrote, in what ran, and in what the next turn was sent."""
     first, last = (decode_attributes(span.attributes) for span in spans if span.name == "chat scripted")
     (call,) = [span for span in spans if span.name == "execute_tool code_interpreter"]
@@ -178,6 +183,10 @@ def _joins_call_and_result(spans: Sequence[Span]) -> None:
     assert [written["id"], sent[1]["id"], sent[2]["id"]] == [known["gen_ai.tool.call.id"]] * 3
     assert sent[1]["tool_call"] == written["tool_call"]
     assert sent[2]["response"]["outputs"][0]["logs"] == known["gen_ai.tool.call.result"]
+    (asked,), answered = sent_messages[-2]["tool_calls"], sent_messages[-1]
+    assert asked["id"] == answered["tool_call_id"] == sent[1]["id"]
+    assert json.loads(asked["function"]["arguments"])["code"] == sent[1]["tool_call"]["code"]
+    assert answered["content"] == sent[2]["response"]["outputs"][0]["logs"]
 
 
 def _is_one_conversation(receiver: OtlpReceiver, first: bytes, second: bytes) -> None:
@@ -190,6 +199,7 @@ def _is_one_conversation(receiver: OtlpReceiver, first: bytes, second: bytes) ->
         for trace_id, found in spans.items()
     }
     known = {trace_id: decode_attributes(run.attributes) for trace_id, run in runs.items()}
+    assert {run["gen_ai.provider.name"] for run in known.values()} == {"acme"}
     assert known[second]["fumehood.previous_response.id"] == known[first]["gen_ai.response.id"]
     assert [link.span_id for link in runs[second].links] == [runs[first].span_id]
     assert not runs[first].links

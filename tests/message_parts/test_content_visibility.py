@@ -1,5 +1,6 @@
 """What people would read of an item is in every representation of its parts, not only in the way back."""
 
+import itertools
 import json
 import warnings
 from typing import Any
@@ -157,10 +158,10 @@ def test_every_type_of_the_sdk_shows_its_content(vendor: str) -> None:
         made = [{key: value} for item in made for key, value in item.items()]
     assert len(made) > 3
     hidden: set[tuple[Any, ...]] = set()
-    for item in made:
-        for path, text in find_hidden_texts("option2", vendor, item):
+    for representation, item in itertools.product(VIEWS, made):
+        for path, text in find_hidden_texts(representation, vendor, item):
             if MARK in text and is_content(item, path, text) and not ALTERNATIVES & set(path):
-                hidden.add((item.get("type"), *path))
+                hidden.add((representation, item.get("type"), *path))
     assert hidden == set()
 
 
@@ -231,6 +232,13 @@ def test_items_of_xai_show_their_arguments(item: Any, texts: list[str], represen
     assert_round_trip("xai", [item])
     shown = json.dumps(view(representation, "xai", [item]))
     assert [text for text in texts if text not in shown] == []
+
+
+def test_a_name_that_stands_for_another_kind_is_not_shown_as_the_tools() -> None:
+    item: Any = {"type": "view_image_call", "id": "v", "name": "shell", "arguments": "{}"}
+    assert_round_trip("xai", [item])
+    (part,) = view("option2", "xai", [item])
+    assert part["name"] == "view_image"
 
 
 # As AWS's guide prints them.
@@ -513,6 +521,32 @@ def test_an_error_that_ends_a_stream_is_shown(vendor: str, event: Any, message: 
     assert_round_trip(vendor, document)
     (part,) = view("option2", vendor, document)
     assert part["message"] == message
+
+
+ITEM: Any = {"type": "function_call", "id": "f", "call_id": "c", "name": "f", "arguments": "{}"}
+STEP: Any = {"id": "step_1", "step_details": {"type": "tool_calls", "tool_calls": []}}
+FAILED_RESPONSES: list[tuple[str, Any, dict[str, Any]]] = [
+    ("openai", {"output": [ITEM], "error": {"code": "server_error", "message": "It broke."}},
+     {"message": "It broke.", "code": "server_error"}),
+    ("openai", {"output": [], "error": {"code": "server_error", "message": "It broke."}},
+     {"message": "It broke.", "code": "server_error"}),
+    ("azure", {"data": [{**STEP, "last_error": {"code": "rate_limit", "message": "Too fast."}}]},
+     {"message": "Too fast.", "code": "rate_limit"}),
+    ("gemini", {"candidates": [{"content": {"parts": [{"text": ""}]}}], "promptFeedback": {"blockReason": "SAFETY"}},
+     {"message": "SAFETY"}),
+    ("gemini-interactions", {"steps": [{"type": "thought"}], "error": {"message": "It broke."}},
+     {"message": "It broke."}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("representation", VIEWS)
+@pytest.mark.parametrize(("vendor", "document", "expected"), FAILED_RESPONSES)
+def test_an_error_of_the_whole_response_is_shown(
+    vendor: str, document: Any, expected: dict[str, Any], representation: str
+) -> None:
+    assert_round_trip(vendor, document)
+    shown = [part for part in view(representation, vendor, document) if "message" in part]
+    assert [{key: value for key, value in part.items() if key != "type"} for part in shown] == [expected]
 
 
 # --- observed times ------------------------------------------------------------------------------------

@@ -237,6 +237,17 @@ def test_the_input_of_a_turn_is_what_the_model_was_sent(profile: ProfileName, ha
     assert "ci_1" not in json.dumps(content)
 
 
+@pytest.mark.parametrize("is_replayed", [True, False])
+def test_reasoning_is_recorded_as_input_only_if_the_model_is_sent_it(is_replayed: bool) -> None:
+    thought = {"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": "Hm."}]}
+    sealed = {"type": "compaction", "id": "cmp", "encrypted_content": "gAAA"}
+    record = turn([ModelTurnEnded("stop")], entry(sealed), entry(thought), entry(message("user", "Hi")))
+    record.replays_reasoning = is_replayed
+    content = capture_content(record)
+    parts = [part["content"] for each in content[INPUT_MESSAGES] for part in each["parts"]]
+    assert parts == (["Hm.", "Hi"] if is_replayed else ["Hi"])
+
+
 def test_the_text_of_a_file_is_recorded_as_the_model_reads_it() -> None:
     asked = {
         "type": "message",

@@ -4,6 +4,7 @@ A stream is assembled into the document that the vendor would have sent without 
 """
 
 import json
+from collections.abc import Iterator
 from typing import cast
 
 import msgspec
@@ -65,7 +66,7 @@ def from_vendor(name: str, document: Json) -> list[Part]:
         parts = _decode_items(vendor, document, 0)
         _align_execution(parts)
         return parts
-    rest = copy_json(document)
+    rest, is_response = copy_json(document), bool(paths)
     parts: list[Part] = []
     for number, path in enumerate(paths):
         parts += _decode_items(vendor, cast(list[Json], get_at_path(document, path)), number)
@@ -75,7 +76,8 @@ def from_vendor(name: str, document: Json) -> list[Part]:
         parts = _decode_items(vendor, [document], 0)
     envelope = ResponseEnvelope(document=rest, item_list_paths=paths)
     parts[0].source = msgspec.structs.replace(cast(VendorRoundTripData, parts[0].source), envelope=envelope)
-    for part in vendor.derive_calls(document, parts):
+    errors = _derive_errors(document) if is_response and not _shows_error(parts) else ()
+    for part in [*vendor.derive_calls(document, parts), *errors]:
         part.source = VendorRoundTripData(vendor=vendor.name)
         parts.append(part)
     _align_execution(parts)
@@ -90,6 +92,31 @@ def _decode_items(vendor: VendorCodec, items: list[Json], list_index: int) -> li
         else:
             parts.append(wrap_opaque_item(vendor.name, item, list_index))
     return parts
+
+
+# An error of the whole response, which is not an item.
+_RESPONSE_ERROR_TYPE = "response_error"
+_ERROR_FIELDS = ("error", "last_error", "promptFeedback", "prompt_feedback")
+_MESSAGE_FIELDS = ("message", "blockReasonMessage", "block_reason_message", "blockReason", "block_reason")
+
+
+def _shows_error(parts: list[Part]) -> bool:
+    """Whether the only part is the response itself, with its error."""
+    return len(parts) == 1 and isinstance(parts[0], GenericPart) and "message" in parts[0].extra
+
+
+def _derive_errors(document: Json) -> Iterator[GenericPart]:
+    """Derive a part from each error beside the items: of a response, a run step, or one in a list of them."""
+    listed = get_at_path(document, ("data",))
+    entries = listed if isinstance(listed, list) else document if isinstance(document, list) else [document]
+    for entry in entries:
+        for field in _ERROR_FIELDS:
+            messages = (get_text_at_path(entry, (field, name)) for name in _MESSAGE_FIELDS)
+            message = next((text for text in messages if text), None)
+            if message is not None:
+                code = get_at_path(entry, (field, "code"))
+                known: JsonObject = {} if code in (MISSING, None) else {"code": cast(Json, code)}
+                yield GenericPart(type=_RESPONSE_ERROR_TYPE, extra={"message": message, **known})
 
 
 def _align_execution(parts: list[Part]) -> None:
@@ -305,7 +332,9 @@ class _ItemGroup:
 
 
 def _is_derived(vendor: VendorCodec, part: Part) -> bool:
-    is_synthesized = isinstance(part, ToolPart) and part.provenance == "synthesized"
+    is_synthesized = (isinstance(part, ToolPart) and part.provenance == "synthesized") or (
+        isinstance(part, GenericPart) and part.type == _RESPONSE_ERROR_TYPE
+    )
     return is_synthesized and part.source is not None and part.source.vendor == vendor.name
 
 

@@ -27,6 +27,7 @@ from fumehood.message_parts.canonical_parts import (
 from fumehood.message_parts.execution_timing import EXECUTION_METADATA, read_timing
 from fumehood.message_parts.field_codecs import FIELD_CODECS, extract, parse_json_object
 from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, get_text_at_path, set_at_path
+from fumehood.message_parts.part_format import find_name_error
 from fumehood.message_parts.partial_items import VendorStreamCollector
 
 # The vendors' words for a status; other words are ignored.
@@ -119,10 +120,9 @@ class ItemMapping(msgspec.Struct, frozen=True, kw_only=True):
         return self.call is not None and self.response is not None
 
     def build_call(self, item: JsonObject) -> ToolCallPart:
-        name = get_text_at_path(item, self.name)
         return ToolCallPart(
             kind=self.kind,
-            name=self.kind if name is None else name,
+            name=self._read_name(item),
             payload={},
             id=get_text_at_path(item, self.id),
             call_id=self._read_shared_id(item),
@@ -166,6 +166,11 @@ class ItemMapping(msgspec.Struct, frozen=True, kw_only=True):
         if self.failed and get_at_path(item, self.failed) not in (MISSING, None, False, ""):
             return "failed"
         return VENDOR_STATUSES.get(get_text_at_path(item, self.status) or "")
+
+    def _read_name(self, item: JsonObject) -> str:
+        """Return the tool's own name; the kind if it has none, or one that stands for another kind."""
+        name = get_text_at_path(item, self.name)
+        return self.kind if name is None or find_name_error(name, self.kind) else name
 
     def _read_timing(self, item: JsonObject) -> JsonObject:
         """Return `execution_metadata` for the part, with what the vendor has observed."""
@@ -220,8 +225,7 @@ def draft_tool_parts(item: JsonObject, mapping: ItemMapping) -> list[PartSkeleto
 def _expand_json_members(item: JsonObject, mapping: ItemMapping) -> tuple[FieldMapping, ...]:
     """Add fields for the other members of arguments in JSON text, of which the table names one."""
     fields = mapping.call or ()
-    paths = {field.path for field in fields if field.codec.startswith(_JSON_MEMBER)}
-    for path in paths:
+    for path in dict.fromkeys(field.path for field in fields if field.codec.startswith(_JSON_MEMBER)):
         found = parse_json_object(get_text_at_path(item, path))
         others = found.keys() - {field.codec.removeprefix(_JSON_MEMBER) for field in fields} - {"", "type"}
         kind = tool_payloads.TOOL_KINDS.get(mapping.kind)

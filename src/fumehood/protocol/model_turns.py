@@ -211,6 +211,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     context_window: in tokens. takes_files: whether it accepts files that are not text; None if unknown.
     counts_tokens: whether its server can count tokens. server: host and port, if it has one.
     provider: who runs the server, in the words of OpenTelemetry; None to tell it from the host.
+    replays_reasoning: whether the model is sent the text of its earlier reasoning.
     passed_tools: tool types that its server takes as the client wrote them; `*` for all.
     """
 
@@ -220,6 +221,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     counts_tokens: bool = False
     server: tuple[str, int] | None = None
     provider: str | None = None
+    replays_reasoning: bool = False
     passed_tools: tuple[str, ...] = ()
 
     def passes_tool(self, tool_type: str) -> bool:

@@ -143,7 +143,7 @@ class ContentRecorder(RecordListener):
         others: list[JsonObject] = [
             {"type": each.type, "name": each.name or each.type} for each in request.server_tools
         ]
-        input_parts = parts_of_conversation(entries)
+        input_parts = parts_of_conversation(entries, with_reasoning=turn.replays_reasoning)
         content = self._capture_request(input_parts, dropped, instructions, [*functions, *others])
         content[OUTPUT_MESSAGES] = [
             *self._writer.write_messages(

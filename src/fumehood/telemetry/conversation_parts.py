@@ -21,7 +21,7 @@ from fumehood.message_parts import (
     from_vendor,
 )
 from fumehood.protocol.attachments import Attachment, render_file_text
-from fumehood.protocol.conversation import ConversationEntry, ToolExchange
+from fumehood.protocol.conversation import COMPACTION_TYPE, ConversationEntry, ToolExchange
 
 # Hosted tools that models see as functions, with the argument that becomes the payload.
 _HOSTED_TOOL_ARGUMENTS = {"code_interpreter": "code", "shell": "commands"}
@@ -31,13 +31,15 @@ def parts_of_items(raws: Sequence[bytes]) -> list[Part]:
     return from_vendor("openai", [msgspec.json.decode(raw) for raw in raws]) if raws else []
 
 
-def parts_of_conversation(entries: Sequence[ConversationEntry]) -> list[Part]:
-    """Return the parts of consecutive entries of a conversation."""
+def parts_of_conversation(
+    entries: Sequence[ConversationEntry], *, with_reasoning: bool = False
+) -> list[Part]:
+    """Return the parts of consecutive entries of a conversation. with_reasoning: the model is sent its reasoning."""
     parts: list[Part] = []
     for entry in entries:
         if entry.exchange is not None:
             parts += _parts_of_exchange(entry.exchange)
-        else:
+        elif entry.type != COMPACTION_TYPE and (with_reasoning or entry.type != "reasoning"):
             parts += _show_attachments(parts_of_items([entry.raw]), entry.attachments)
     return parts
 

@@ -218,6 +218,7 @@ class _InstrumentedModelBackend:
         profile = self.get_profile(request.model)
         provider = profile.provider or map_provider(profile.server, self._own_provider)
         record = TurnRecord.start(request, profile.server, runs[0] if runs else None, provider)
+        record.replays_reasoning = profile.replays_reasoning
         if record.streamed and dispatcher.needs_chunk_times:
             record.chunk_times = array("q")
         if dispatcher.captures_content:

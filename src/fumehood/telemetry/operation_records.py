@@ -196,6 +196,7 @@ class TurnRecord(SpanRecord, eq=False, kw_only=True):
     request: what is sent to the model server, None after the end. The span emitter puts the trace context in.
     request_attributes: the attributes of the request, which outlive it.
     server: host and port, None for a model without a server. provider: who runs it.
+    replays_reasoning: whether the model is sent its earlier reasoning.
     time_to_first_chunk: nanoseconds until the first batch of events, 0 if there was none.
     chunk_times: the performance counter at each batch; None where no listener needs it, and once it is consumed.
     events: all events of the turn, None unless content is captured.
@@ -208,6 +209,7 @@ class TurnRecord(SpanRecord, eq=False, kw_only=True):
     request_attributes: Attributes
     server: tuple[str, int] | None = None
     provider: str = OWN_PROVIDER
+    replays_reasoning: bool = False
     run: RunRecord | None = None
     time_to_first_chunk: int = 0
     chunk_times: "array[int] | None" = None

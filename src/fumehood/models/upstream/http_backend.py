@@ -130,6 +130,7 @@ class HttpModelBackend(ABC):
             counts_tokens=self._tokenize_address is not None,
             server=(self._address.host, self._address.port),
             provider=settings.provider_name,
+            replays_reasoning=settings.replay_reasoning,
             passed_tools=tuple(settings.pass_tools),
         )
         self._features = ServerFeatures(
