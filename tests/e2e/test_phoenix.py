@@ -99,11 +99,11 @@ def test_a_streamed_turn_with_code_is_seen_in_phoenix(tmp_path: Path) -> None:
     told |= {"OTEL_METRICS_EXPORTER": "none", "OTEL_LOGS_EXPORTER": "none"}
     with phoenix(tmp_path / "phoenix") as address, ScriptedModelServer() as model:
         settings = make_settings(model) | {"telemetry": {"otlp": address, "profile": "phoenix"}}
-        model.script(code_call("print(6 * 7)"), text_answer("It is 42."))
         with (
             gateway_process.run_gateway(tmp_path / "gateway", settings, told) as running,
             make_client(running) as client,
         ):
+            model.script(code_call("print(6 * 7)"), text_answer("It is 42."))
             asked: Any = client.responses.create(
                 model="scripted",
                 instructions="Use code.",

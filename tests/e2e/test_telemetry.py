@@ -24,14 +24,14 @@ def test_a_streamed_turn_with_code_is_one_trace_is_counted_and_told(tmp_path: Pa
     with OtlpReceiver() as receiver, ScriptedModelServer() as model:
         settings = make_settings(model)
         settings["telemetry"] = {"otlp": receiver.address, "provider_name": "acme"}
-        works = code_call("print(6 * 7)"), text_answer("It is 42.")
-        model.script(*works, code_call("import os; os._exit(3)"), text_answer("It broke."))
         with (
             gateway_process.run_gateway(
                 tmp_path, settings, FAST_EXPORT_ENVIRONMENT | {CAPTURE: "span_and_event"}
             ) as running,
             make_client(running) as client,
         ):
+            works = code_call("print(6 * 7)"), text_answer("It is 42.")
+            model.script(*works, code_call("import os; os._exit(3)"), text_answer("It broke."))
             previous = None
             for _ in range(2):
                 for event in client.responses.create(

@@ -195,13 +195,13 @@ print("path" in found, [word for word in words if word in found])
 """
     with OtlpReceiver() as receiver, ScriptedModelServer() as model:
         settings = make_settings(model) | {"telemetry": {"otlp": receiver.address}}
-        model.script(code_call(looks), text_answer("Done."))
         with (
             gateway_process.run_gateway(
                 tmp_path, settings, FAST_EXPORT_ENVIRONMENT | {"TRACEPARENT": trace.parent}
             ) as running,
             make_client(running) as client,
         ):
+            model.script(code_call(looks), text_answer("Done."))
             response: Any = client.responses.create(
                 model="scripted",
                 input="?",
@@ -263,11 +263,11 @@ def test_client_and_gateway_are_one_trace(line: Line) -> None:
 def test_client_gateway_and_sandbox_are_one_trace(tmp_path: Path) -> None:
     with OtlpReceiver() as receiver, ScriptedModelServer() as model:
         settings = make_settings(model) | {"telemetry": {"otlp": receiver.address}}
-        model.script(code_call("print(6 * 7)"), text_answer("It is 42."))
         with (
             gateway_process.run_gateway(tmp_path, settings, FAST_EXPORT_ENVIRONMENT) as running,
             make_client(running) as client,
         ):
+            model.script(code_call("print(6 * 7)"), text_answer("It is 42."))
             trace = evaluate_prompt(receiver, client, hosted_tools=HOSTED)
             assert running.stop() == 0
         spans = receiver.trace(trace, 9)
