@@ -20,12 +20,7 @@ from fumehood.protocol.conversation import (
     read_call_id,
 )
 from fumehood.protocol.openai.api_errors import InvalidRequest, PreviousResponseNotFound
-from fumehood.protocol.openai.client_tools import (
-    CLIENT_TOOL_BY_ITEM,
-    complete_call_ids,
-    peek_call_id,
-    read_client_call,
-)
+from fumehood.protocol.openai.client_tools import CLIENT_TOOL_BY_ITEM, complete_call_ids, read_client_call
 from fumehood.protocol.openai.ids import new_id, new_item_id
 from fumehood.protocol.openai.items import InputItem, InputText, peek_item
 from fumehood.protocol.openai.responses import CreateResponse
@@ -249,7 +244,7 @@ def _find_unanswered_client_calls(
             if call is not None and call.is_awaited:
                 awaited.add(call.call_id)
     return awaited and awaited - {
-        peek_call_id(entry.raw) for _, entry in visible if entry.type.endswith("_call_output")
+        read_call_id(entry) for _, entry in visible if entry.type.endswith("_call_output")
     }
 
 

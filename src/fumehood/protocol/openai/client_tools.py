@@ -326,8 +326,7 @@ _call_id_decoder = msgspec.json.Decoder(_CallIdTag)
 _NULL = Raw(b"null")
 
 
-def peek_call_id(raw: bytes) -> str | None:
-    """The `call_id` of an item; None if it has none."""
+def _peek_call_id(raw: bytes) -> str | None:
     try:
         return _call_id_decoder.decode(raw).call_id
     except msgspec.ValidationError:
@@ -342,7 +341,7 @@ def complete_call_ids(items: Sequence[InputItem], newest: Sequence[ConversationE
     if all(item.type != "local_shell_call_output" for item in items):
         return items
     calls = [item for item in (*newest, *items) if item.type == "local_shell_call"]
-    call_ids = {call.id: peek_call_id(call.raw) for call in calls if call.id}
+    call_ids = {call.id: _peek_call_id(call.raw) for call in calls if call.id}
     return [_complete_call_id(item, call_ids) for item in items]
 
 
