@@ -98,7 +98,9 @@ def test_a_streamed_turn_with_code_is_seen_in_phoenix(tmp_path: Path) -> None:
     told = {"OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT": "true"}
     told |= {"OTEL_METRICS_EXPORTER": "none", "OTEL_LOGS_EXPORTER": "none"}
     with phoenix(tmp_path / "phoenix") as address, ScriptedModelServer() as model:
-        settings = make_settings(model) | {"telemetry": {"otlp": address, "profile": "phoenix"}}
+        settings = make_settings(model) | {
+            "telemetry": {"otlp": address, "log_format": "json", "profile": "phoenix"}
+        }
         with (
             gateway_process.run_gateway(tmp_path / "gateway", settings, told) as running,
             make_client(running) as client,

@@ -23,7 +23,7 @@ STARTS, EXECUTIONS = "fumehood.sandbox.starts", "fumehood.sandbox.executions"
 def test_a_streamed_turn_with_code_is_one_trace_is_counted_and_told(tmp_path: Path) -> None:
     with OtlpReceiver() as receiver, ScriptedModelServer() as model:
         settings = make_settings(model)
-        settings["telemetry"] = {"otlp": receiver.address, "provider_name": "acme"}
+        settings["telemetry"] = {"otlp": receiver.address, "log_format": "json", "provider_name": "acme"}
         with (
             gateway_process.run_gateway(
                 tmp_path, settings, FAST_EXPORT_ENVIRONMENT | {CAPTURE: "span_and_event"}
@@ -278,7 +278,9 @@ FAILURES = {
 @pytest.mark.slow
 def test_failures_of_real_sandboxes_are_told_apart(tmp_path: Path) -> None:
     with OtlpReceiver() as receiver, ScriptedModelServer() as model:
-        settings = make_settings(model, execution_timeout=5) | {"telemetry": {"otlp": receiver.address}}
+        settings = make_settings(model, execution_timeout=5) | {
+            "telemetry": {"otlp": receiver.address, "log_format": "json"}
+        }
         with (
             gateway_process.run_gateway(tmp_path, settings, FAST_EXPORT_ENVIRONMENT) as running,
             make_client(running) as client,

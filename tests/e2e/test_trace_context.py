@@ -38,7 +38,7 @@ class Line:
 def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
     near, far = tmp_path_factory.mktemp("near"), tmp_path_factory.mktemp("far")
     with OtlpReceiver() as receiver, ScriptedModelServer() as model:
-        telemetry = {"telemetry": {"otlp": receiver.address}}
+        telemetry = {"telemetry": {"otlp": receiver.address, "log_format": "json"}}
         behind = make_settings_without_code(model) | telemetry
         with gateway_process.run_gateway(
             far, behind, FAST_EXPORT_ENVIRONMENT | {"OTEL_SERVICE_NAME": "far"}
@@ -194,7 +194,7 @@ words = ["{trace.id[:16]}" + "{trace.id[16:]}", "trace" + "parent", "trace" + "s
 print("path" in found, [word for word in words if word in found])
 """
     with OtlpReceiver() as receiver, ScriptedModelServer() as model:
-        settings = make_settings(model) | {"telemetry": {"otlp": receiver.address}}
+        settings = make_settings(model) | {"telemetry": {"otlp": receiver.address, "log_format": "json"}}
         with (
             gateway_process.run_gateway(
                 tmp_path, settings, FAST_EXPORT_ENVIRONMENT | {"TRACEPARENT": trace.parent}
@@ -262,7 +262,7 @@ def test_client_and_gateway_are_one_trace(line: Line) -> None:
 @pytest.mark.slow
 def test_client_gateway_and_sandbox_are_one_trace(tmp_path: Path) -> None:
     with OtlpReceiver() as receiver, ScriptedModelServer() as model:
-        settings = make_settings(model) | {"telemetry": {"otlp": receiver.address}}
+        settings = make_settings(model) | {"telemetry": {"otlp": receiver.address, "log_format": "json"}}
         with (
             gateway_process.run_gateway(tmp_path, settings, FAST_EXPORT_ENVIRONMENT) as running,
             make_client(running) as client,
