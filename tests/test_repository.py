@@ -87,6 +87,8 @@ OPEN_MODULES = {
     "fumehood.files.input_file_loader",
     "fumehood.files.url_fetcher",
     "fumehood.models.registry",
+    "fumehood.models.upstream_diagnostics",
+    "fumehood.models.upstream_health",
     "fumehood.store.aes_gcm_sealer",
 }
 

@@ -17,7 +17,7 @@ from fumehood.containers import ContainerFileLimits, ContainerSettings, SandboxC
 from fumehood.engine import EngineRunService, LoopLimits, ReaderLagLimits
 from fumehood.files import UploadFileService
 from fumehood.files.input_file_loader import InputFileLoader
-from fumehood.files.url_fetcher import UrlFetcher, UrlPassthrough
+from fumehood.files.url_fetcher import UrlFetcher, UrlFetchError, UrlPassthrough
 from fumehood.gateway import (
     ANY_ORIGIN,
     AnonymousAuthenticator,
@@ -32,6 +32,7 @@ from fumehood.gateway import (
     RequestLimiter,
     RequestLog,
     log_to_logger,
+    reject_every_url,
 )
 from fumehood.gateway_config import (
     CodeInterpreterSettings,
@@ -52,7 +53,8 @@ from fumehood.interfaces import (
     RunService,
     SandboxProvider,
 )
-from fumehood.models.registry import open_model_registry
+from fumehood.models.registry import ModelRegistry, open_model_registry
+from fumehood.models.upstream_health import UpstreamHealth
 from fumehood.protocol.api_keys import ApiKeyLimits
 from fumehood.protocol.openai.response_projection import INCLUDE_CODE_OUTPUTS
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
@@ -115,6 +117,7 @@ class AssembledGateway:
 
     is_keyless: whether it accepts requests without a key.
     key_count: the number of valid keys; None if no key is ever required.
+    health: knows which model servers cannot serve.
     """
 
     app: Application
@@ -124,6 +127,7 @@ class AssembledGateway:
     location: StorageLocation
     is_keyless: bool
     key_count: int | None
+    health: UpstreamHealth
 
 
 async def serve(
@@ -170,6 +174,7 @@ async def assemble_gateway(
         blobs = await _open_blobs(location.blobs, config.storage.min_free_bytes, store, clock, stack)
         files = await stack.enter_async_context(UploadFileService(store, blobs, clock, config.files))
         models = _open_models(config, clock, environ, stats, stack)
+        health = await stack.enter_async_context(models.open_health())
         telemetry = open_telemetry(config, environ, stats, stack)
         interpreter = config.providers.code_interpreter
         sandboxes = await _open_sandboxes(interpreter.settings, environ, stack, start=interpreter.enabled)
@@ -214,6 +219,7 @@ async def assemble_gateway(
             runs=runs,
             store=store,
             models=models,
+            passthrough=models,
             containers=containers,
             files=files,
             max_file_bytes=config.files.file_bytes,
@@ -227,7 +233,10 @@ async def assemble_gateway(
             serve_metrics=config.telemetry.metrics,
             pass_fields={name for model in config.models for name in model.pass_fields},
             hosted_tools=_list_hosted_types(config, tools),
+            find_url_problem=_build_url_policy(config),
+            max_passthrough_seconds=config.limits.response_seconds,
             readiness_problem=SandboxReadiness(sandboxes, clock) if interpreter.enabled else None,
+            find_degraded=health.find_degraded,
         )
         app = gateway
         if telemetry is not None:
@@ -236,7 +245,7 @@ async def assemble_gateway(
             # Read for the last time while the sandbox server still answers.
             stack.push_async_callback(telemetry.close_metrics_page)
         key_count = authenticator.key_count if isinstance(authenticator, ApiKeyAuthenticator) else None
-        yield AssembledGateway(app, runs, models, metrics, location, is_keyless, key_count)
+        yield AssembledGateway(app, runs, models, metrics, location, is_keyless, key_count, health)
 
 
 def _check_cors_origins(config: GatewayConfig, is_keyless: bool) -> None:
@@ -254,7 +263,7 @@ def _open_models(
     environ: Mapping[str, str],
     stats: GatewayStats,
     stack: AsyncExitStack,
-) -> ModelProvider:
+) -> ModelRegistry:
     """Raises ConfigError."""
     try:
         models = open_model_registry(config.models, clock, environ, stats.models)
@@ -469,6 +478,22 @@ def _build_input_file_loader(
     elif settings.pass_urls:
         url_handler = UrlPassthrough(settings)
     return InputFileLoader(files, url_handler, settings)
+
+
+def _build_url_policy(config: GatewayConfig) -> Callable[[str], str | None]:
+    """Which URLs requests that are passed through may contain."""
+    if not config.inputs.pass_urls:
+        return reject_every_url
+    policy = UrlPassthrough(config.inputs)
+
+    def find_problem(url: str) -> str | None:
+        try:
+            policy.check(url)
+        except UrlFetchError as error:
+            return str(error)
+        return None
+
+    return find_problem
 
 
 def _build_tools(

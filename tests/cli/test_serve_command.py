@@ -16,7 +16,6 @@ from fumehood.gateway_config import GatewayConfig
 from tests.support import gateway_process
 from tests.support.cli_runner import FUMEHOOD, CommandResult, run_command, run_fumehood
 from tests.support.gateway_process import ScriptedModelServer
-from tests.support.raw_model_server import document
 from tests.support.sandbox_runs import build_environment
 from tests.support.waiting import becomes_true
 
@@ -232,9 +231,8 @@ def test_it_names_the_models_of_the_server_and_the_keys(tmp_path: Path) -> None:
     database = tmp_path / "here" / "fumehood.db"
     assert run_command("keys", "create", "--data", "here").code == 0
     assert database.exists()
-    with ScriptedModelServer() as models:
-        listed = {"object": "list", "data": [{"id": "qwen3"}, {"id": "llama\x1b[2J"}]}
-        models.script(document(json.dumps(listed).encode()))
+    listed = {"object": "list", "data": [{"id": "qwen3"}, {"id": "llama\x1b[2J"}]}
+    with ScriptedModelServer(json.dumps(listed).encode()) as models:
         _, err = start_and_stop("--upstream", models.url, "--data", "here", cwd=tmp_path, **NO_SANDBOXES)
     rows = dict(re.findall(r"^  (\w+) +(.+)$", err, re.MULTILINE))
     assert rows["models"].startswith("qwen3, llama")

@@ -5,7 +5,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,11 +35,15 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess
 
 
 class Asker(threading.Thread):
-    """Asks one model, and reads all of the answer unless it is stopped; `body` is that, or what there was of it."""
+    """Asks one model, and reads all of the answer unless it is stopped; `body` is that, or what there was of it.
 
-    def __init__(self, url: str, model: str, *, stream: bool) -> None:
+    path: `/v1/chat/completions` passes the question through.
+    """
+
+    def __init__(self, url: str, model: str, *, stream: bool, path: str = "/v1/responses") -> None:
         super().__init__(daemon=True)
         self.model = model
+        self._path = path
         self.status = 0
         self.body = bytearray()
         self._stream = stream
@@ -48,9 +52,10 @@ class Asker(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        body = json.dumps({"model": self.model, "input": "hi", "stream": self._stream})
+        question: dict[str, Any] = {"input": "hi"} if self._path == "/v1/responses" else {"messages": []}
+        body = json.dumps({"model": self.model, "stream": self._stream, **question})
         with contextlib.suppress(OSError, http.client.HTTPException, AttributeError):
-            self._connection.request("POST", "/v1/responses", body, {"content-type": "application/json"})
+            self._connection.request("POST", self._path, body, {"content-type": "application/json"})
             answer = self._connection.getresponse()
             self.status = answer.status
             while not self._stopped.is_set() and (piece := answer.read1(1 << 16)):
@@ -67,9 +72,12 @@ class Asker(threading.Thread):
     @property
     def error(self) -> dict[str, Any]:
         """How the response ended, which has to be badly."""
-        if not self._stream and self.status != 200:
+        is_passed_through = self._path != "/v1/responses"
+        if self.status != 200 and (is_passed_through or not self._stream):
             assert self.status == 502
             return json.loads(self.body)["error"]
+        if is_passed_through:
+            return json.loads(self.body[self.body.rindex(b"data: ") + 6 :])["error"]
         response = (
             parse_events(bytes(self.body))[-1][1]["response"] if self._stream else json.loads(self.body)
         )
@@ -78,14 +86,19 @@ class Asker(threading.Thread):
 
 
 def ask_all(
-    running: GatewayProcess, models: list[str], *, stream: bool
+    running: GatewayProcess,
+    models: list[str],
+    *,
+    stream: bool,
+    path: str = "/v1/responses",
+    talkative: Collection[str] = TALKATIVE,
 ) -> tuple[dict[str, Asker], HealthProbe]:
     """Ask them all at once, and for the gateway's health meanwhile, until those end that do."""
     probe = HealthProbe(running.url, running.process.pid)
     probe.probe()
     probe.seconds.clear()
-    askers = {model: Asker(running.url, model, stream=stream) for model in models}
-    ending = [asker for model, asker in askers.items() if model not in TALKATIVE]
+    askers = {model: Asker(running.url, model, stream=stream, path=path) for model in models}
+    ending = [asker for model, asker in askers.items() if model not in talkative]
     deadline = time.monotonic() + 4 * SECONDS
     try:
         while len(probe.seconds) < 200 or any(asker.is_alive() for asker in ending):
@@ -112,6 +125,36 @@ def test_nobody_waits_for_servers_that_send_without_end(running: GatewayProcess,
     for model, asker in askers.items():
         if model not in TALKATIVE:
             assert asker.error["code"] == "server_error", model
+
+
+# What does not end is passed on, up to the limit of every response; one such stream is enough.
+ENDLESS_STREAMS = {"bare-deltas", "thoughts", "arguments"}
+ENDLESS_DOCUMENTS = {"whitespace", "document", "items", "whole-document"}
+QUICK = ["comments", "comments-after-text", "fields", "blank-lines", "headers", "gzip", "document"]
+
+
+@pytest.mark.timeout(5 * SECONDS)
+@pytest.mark.parametrize(
+    ("models", "stream"),
+    [
+        pytest.param(QUICK, True, id="some"),
+        pytest.param(sorted(HOSTILE.keys() - ENDLESS_STREAMS), True, id="streamed", marks=pytest.mark.slow),
+        pytest.param(
+            sorted(HOSTILE.keys() - ENDLESS_DOCUMENTS), False, id="blocking", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_nobody_waits_for_them_when_requests_are_passed_through(
+    running: GatewayProcess, models: list[str], stream: bool
+) -> None:
+    talkative = {"deltas"} if stream else set[str]()
+    askers, probe = ask_all(running, models, stream=stream, path="/v1/chat/completions", talkative=talkative)
+    assert probe.percentile(0.99) < 0.1
+    assert probe.percentile(0.9) < 0.05
+    for model, asker in askers.items():
+        if model not in talkative:
+            assert asker.error["code"] == "server_error", model
+    assert all("Traceback" not in line for line in running.output)
 
 
 @pytest.mark.parametrize("model", sorted(WITHOUT_EVENTS))

@@ -23,7 +23,9 @@ from tests.support.scripted_gateway import run_gateway
 from tests.support.two_tenant_gateway import TenantGateway, TenantObjects, create_objects, two_tenants
 
 _nothing: Any = None
-ROUTES = Gateway(runs=_nothing, store=_nothing, models=_nothing, containers=_nothing, files=_nothing).routes
+ROUTES = Gateway(
+    runs=_nothing, store=_nothing, models=_nothing, passthrough=_nothing, containers=_nothing, files=_nothing
+).routes
 DOCUMENT = build_document(ROUTES)
 
 MAKES = {"method": "POST", "path": "/v1/responses"}

@@ -123,12 +123,15 @@ def run_gateway(
 
 
 class ScriptedModelServer:
-    """A chat completions server in a thread of its own; `script` is what it answers with, one after another."""
+    """A chat completions server in a thread of its own; `script` is what it answers with, one after another.
 
-    def __init__(self) -> None:
+    model_list: what a gateway gets that asks for its models, at the start.
+    """
+
+    def __init__(self, model_list: bytes = b'{"object":"list","data":[]}') -> None:
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
-        self._chat = RawModelServer(deque(), lists_models=False)
+        self._chat = RawModelServer(deque(), model_list)
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Self:

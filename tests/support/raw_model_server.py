@@ -40,16 +40,16 @@ class RawModelServer:
     """url: what `base_url` is to be; requests: those that came.
 
     client_disconnected: set when a client hung up before its answer's end.
-    lists_models: whether the script also answers requests for the list of models; otherwise there is none.
+    model_list: the answer to GET /models, and other GETs get 404; None takes answers of the script.
     """
 
     responders: deque[Responder]
+    model_list: bytes | None = None
     url: str = ""
     requests: list[ReceivedRequest] = field(default_factory=list[ReceivedRequest])
     client_disconnected: asyncio.Event = field(default_factory=asyncio.Event)
     connections: int = 0
     writers: set[asyncio.StreamWriter] = field(default_factory=set[asyncio.StreamWriter])
-    lists_models: bool = True
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -57,8 +57,10 @@ class RawModelServer:
         connection = self.connections
         try:
             while (asked := await _read(reader, connection)) is not None:
-                if asked.method == "GET" and not self.lists_models:
-                    writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+                if self.model_list is not None and asked.method == "GET":
+                    is_known = asked.path.endswith("/models")
+                    answer = document(self.model_list) if is_known else document(b"", "404 Not Found")
+                    await answer(asked, writer)
                     continue
                 self.requests.append(asked)
                 answering = asyncio.ensure_future(self.responders.popleft()(asked, writer))

@@ -19,6 +19,7 @@ from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.gateway.server import GatewayServer
 from fumehood.http_server.listening_sockets import ListenAddress, listen
 from fumehood.interfaces import Caller, ReserveMemory
+from fumehood.models.registry import ModelRegistry
 from fumehood.protocol.api_keys import ApiKeyLimits
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.model_turns import ModelCard
@@ -448,6 +449,7 @@ async def run_gateway(
         "runs": runs,
         "store": store,
         "models": ListedModels(),
+        "passthrough": ModelRegistry([], clock),
         "containers": files,
         "files": UploadFileService(store, GarbageCollectedBlobs(MemoryBlobStore(), store), FakeClock()),
     }

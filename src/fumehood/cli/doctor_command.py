@@ -1,7 +1,8 @@
-"""`fumehood doctor`: checks whether this host can isolate code, or whether a gateway's data is intact."""
+"""`fumehood doctor`: checks this host, a gateway's data, or a model server."""
 
 import asyncio
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,12 +20,13 @@ from fumehood.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from fumehood.models.upstream_diagnostics import UpstreamReport
     from fumehood.sandbox_server.diagnostics import HostReport
     from fumehood.store import DatabaseReport
 
 EPILOG = """\b
 Exit codes:
-  0  this host can isolate code, or the data is intact; there may be warnings
+  0  this host can isolate code, the data is intact, or the model server can be used; there may be warnings
   1  it cannot, or the data is damaged
   2  invalid usage
 """
@@ -56,16 +58,39 @@ def doctor(
             metavar="DIR", show_default="DIR/blobs", help="With --data: the directory of the blobs."
         ),
     ] = None,
+    upstream: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Check a model server instead, e.g. http://127.0.0.1:8000/v1: send it trial requests.",
+        ),
+    ] = None,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="With --upstream: the environment variable with the server's API key."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            show_default="the first one",
+            help="With --upstream: the model to try, by the server's name.",
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
 ) -> None:
     """Check whether this host can isolate code, and print what to do about each problem.
 
-    With --data, check the stored data of a gateway instead. Nothing is changed; the gateway may be running.
+    With --data, check the stored data of a gateway instead. Nothing is changed; the gateway may be running. With
+    --upstream, check a model server instead.
     """
+    _check_option_groups(data=data, blobs=blobs, upstream=upstream, api_key_env=api_key_env, model=model)
+    if upstream is not None:
+        raise typer.Exit(_check_upstream(upstream, api_key_env, model, json))
     if data is not None:
         raise typer.Exit(_check_data(data, blobs, json))
-    if blobs is not None:
-        raise typer.BadParameter("requires --data", param_hint="--blobs")
     require_linux()
     options = {"mode": mode, "limits": limits, "guest_socket": guest_socket}
     settings = replace(load_sandbox_settings(context, config, options), pool=0, capacity=1)
@@ -76,6 +101,43 @@ def doctor(
     verdict = _VERDICTS[report.mode] if report.is_usable else "This host cannot isolate code"
     raise typer.Exit(
         _report(report, f"{verdict} (mode {report.mode}).", passed=report.is_usable, as_json=json)
+    )
+
+
+def _check_option_groups(
+    *, data: Path | None, blobs: Path | None, upstream: str | None, api_key_env: str | None, model: str | None
+) -> None:
+    if data is not None and upstream is not None:
+        raise typer.BadParameter("excludes --data", param_hint="--upstream")
+    for value, option, needed, base in (
+        (blobs, "--blobs", "--data", data),
+        (api_key_env, "--api-key-env", "--upstream", upstream),
+        (model, "--model", "--upstream", upstream),
+    ):
+        if value is not None and base is None:
+            raise typer.BadParameter(f"requires {needed}", param_hint=option)
+
+
+def _check_upstream(url: str, key_variable: str | None, model: str | None, as_json: bool) -> int:
+    from fumehood.models import Secret, read_secret
+    from fumehood.models.upstream_diagnostics import diagnose_upstream
+
+    logging.getLogger("fumehood").addHandler(logging.NullHandler())  # the findings contain all problems
+    try:
+        key = None if key_variable is None else Secret(read_secret(os.environ, key_variable))
+    except KeyError:
+        raise typer.BadParameter(
+            f"the variable {key_variable} is not set", param_hint="--api-key-env"
+        ) from None
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--api-key-env") from None
+    try:
+        report = asyncio.run(diagnose_upstream(url, key, model))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--upstream") from None
+    verdict = "can be used" if report.is_usable else "cannot be used as it is"
+    return _report(
+        report, f"The model server {verdict} ({report.base_url}).", passed=report.is_usable, as_json=as_json
     )
 
 
@@ -93,7 +155,9 @@ def _check_data(data: Path, blobs: Path | None, as_json: bool) -> int:
     return _report(report, text, passed=report.sound, as_json=as_json)
 
 
-def _report(report: "HostReport | DatabaseReport", verdict: str, *, passed: bool, as_json: bool) -> int:
+def _report(
+    report: "HostReport | DatabaseReport | UpstreamReport", verdict: str, *, passed: bool, as_json: bool
+) -> int:
     """Print the report and return the exit code."""
     if as_json:
         import msgspec
@@ -104,7 +168,9 @@ def _report(report: "HostReport | DatabaseReport", verdict: str, *, passed: bool
     return 0 if passed else 1
 
 
-def _print_findings(report: "HostReport | DatabaseReport", verdict: str, *, passed: bool) -> None:
+def _print_findings(
+    report: "HostReport | DatabaseReport | UpstreamReport", verdict: str, *, passed: bool
+) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MODEL_SERVER_SECONDS = 5.0  # how long the banner waits for the probe of the model servers
 _GC_THRESHOLD = 20_000  # allocations before a collection of the youngest generation
 
 EPILOG = """\b
@@ -201,6 +202,7 @@ class _Banner:
     async def _print(self, gateway: "AssembledGateway", url: str) -> None:
         from fumehood.protocol.name_sanitizing import sanitize_name
 
+        degraded = await gateway.health.wait_until_checked(_MODEL_SERVER_SECONDS)
         listed = [sanitize_name(card.id) for card in await gateway.models.list_models()]
         request = start_banner.suggest_request(
             url,
@@ -208,7 +210,10 @@ class _Banner:
             runs_code=self._config.providers.code_interpreter.enabled,
             needs_key=not gateway.is_keyless,
         )
-        start_banner.print_banner({**self._describe(gateway, listed), "try": request})
+        rows = {**self._describe(gateway, listed), "try": request}
+        if degraded:
+            rows["warning"] = start_banner.describe_degraded([each.reason for each in degraded])
+        start_banner.print_banner(rows)
 
     def _describe(self, gateway: "AssembledGateway", listed: list[str] | None) -> dict[str, str]:
         interpreter = self._config.providers.code_interpreter

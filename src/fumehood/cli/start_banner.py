@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,11 @@ def describe_models(config: "GatewayConfig", listed: list[str] | None) -> str:
         return f"{', '.join(listed[:_MAX_MODELS])}{more} (from {servers})"
     patterns = ", ".join(dict.fromkeys(model.match for model in config.models))
     return f"{patterns} (from {servers}{'' if listed is None else ', which lists none now'})"
+
+
+def describe_degraded(reasons: Sequence[str]) -> str:
+    """reasons: why model servers cannot serve."""
+    return f"{' '.join(reasons)} `fumehood doctor --upstream URL` says more."
 
 
 def describe_data(location: "StorageLocation") -> str:

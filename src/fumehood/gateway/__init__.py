@@ -1,7 +1,7 @@
 """The HTTP gateway: OpenAI's Responses, Containers, Files and Models APIs as an ASGI application.
 
-It authenticates, limits, parses and logs requests, and streams responses. What serves them is behind
-`fumehood.interfaces`.
+It authenticates, limits, parses and logs requests, and streams responses; chat completions and embeddings are passed
+through to model servers. What serves them is behind `fumehood.interfaces`.
 """
 
 from fumehood.gateway.app import Gateway
@@ -10,6 +10,7 @@ from fumehood.gateway.cors import ANY_ORIGIN, CorsPolicy
 from fumehood.gateway.gateway_metrics import EventLoopLagMonitor, GatewayMetrics
 from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.gateway.request_log import BufferedRequestLog, RequestLog, log_to_logger
+from fumehood.gateway.routes.content_urls import reject_every_url
 from fumehood.gateway.server import GatewayServer
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "RequestLimiter",
     "RequestLog",
     "log_to_logger",
+    "reject_every_url",
 ]

@@ -23,7 +23,9 @@ from fumehood.gateway.openapi import PUBLIC_PATHS, build_document
 from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.gateway.request_log import RequestLog, log_to_logger
 from fumehood.gateway.routes.container_routes import ContainerFileRoutes, ContainerRoutes
+from fumehood.gateway.routes.content_urls import FindUrlProblem, reject_every_url
 from fumehood.gateway.routes.file_routes import FileRoutes
+from fumehood.gateway.routes.passthrough_routes import MAX_SECONDS, PassthroughRoutes
 from fumehood.gateway.routes.response_routes import ResponseRoutes, ResponseRouteStore
 from fumehood.gateway.routes.websocket_routes import WebSocketRoutes, WebSocketUpgradeRequest
 from fumehood.gateway.streaming.server_sent_events import KEEPALIVE_SECONDS
@@ -38,7 +40,15 @@ from fumehood.http_server.asgi_exchange import (
 from fumehood.http_server.cross_site_protection import is_simple_request
 from fumehood.http_server.route_suggestions import format_path, suggest_routes
 from fumehood.http_server.slow_clients import MIN_BYTES_PER_SECOND
-from fumehood.interfaces import Caller, ContainerService, FileService, ModelProvider, RunService
+from fumehood.interfaces import (
+    Caller,
+    ContainerService,
+    DegradedUpstream,
+    FileService,
+    ModelProvider,
+    PassthroughProvider,
+    RunService,
+)
 from fumehood.protocol.api_keys import ApiKeyScope
 from fumehood.protocol.model_turns import ModelCard, ModelList
 from fumehood.protocol.openai.api_errors import (
@@ -75,12 +85,16 @@ class Gateway:
     cors: the web pages that may use the gateway; none by default.
     always_include: `include` values applied to every response.
     readiness_problem: returns why the gateway cannot serve now, or None.
+    find_degraded: returns the model servers that cannot serve, without waiting for them.
     keepalive_seconds: a stream that is silent for this long gets a keepalive.
     max_file_bytes: size limit of an uploaded file.
     min_bytes_per_second: minimum average rate of a request body; 0 disables the check.
     serve_metrics: whether to serve /metrics.
     pass_fields: additional request fields that are passed to model servers unchanged.
     hosted_tools: types of the tools that every model gets; /v1/models announces them.
+    passthrough: passes chat completions and embeddings through to model servers.
+    find_url_problem: says which URLs in them may not be passed on; none may by default.
+    max_passthrough_seconds: until such a response must have ended.
     """
 
     def __init__(
@@ -89,6 +103,7 @@ class Gateway:
         runs: RunService,
         store: ResponseRouteStore,
         models: ModelProvider,
+        passthrough: PassthroughProvider,
         containers: ContainerService,
         files: FileService,
         authenticator: Authenticator | None = None,
@@ -98,12 +113,15 @@ class Gateway:
         cors: CorsPolicy | None = None,
         always_include: Collection[str] = (),
         readiness_problem: Callable[[], Awaitable[str | None]] | None = None,
+        find_degraded: Callable[[], Sequence[DegradedUpstream]] = tuple,
         keepalive_seconds: float = KEEPALIVE_SECONDS,
         max_file_bytes: int = MAX_FILE_BYTES,
         min_bytes_per_second: int = MIN_BYTES_PER_SECOND,
         serve_metrics: bool = True,
         pass_fields: Collection[str] = (),
         hosted_tools: Sequence[str] = (),
+        find_url_problem: FindUrlProblem = reject_every_url,
+        max_passthrough_seconds: float = MAX_SECONDS,
     ) -> None:
         self.metrics = metrics or GatewayMetrics()
         self.cors = cors or CorsPolicy()
@@ -111,6 +129,7 @@ class Gateway:
         self._request_log = request_log
         self._openapi_json: bytes | None = None
         self._readiness_problem = readiness_problem
+        self._find_degraded = find_degraded
         self._models = models
         self._hosted_tools = hosted_tools
         self._min_bytes_per_second = min_bytes_per_second
@@ -133,6 +152,14 @@ class Gateway:
             self.metrics,
             record_request=lambda context: self._record_request(context, self._websocket_routes),
         )
+        passthrough_routes = PassthroughRoutes(
+            passthrough,
+            self.metrics,
+            limits=limits,
+            keepalive_seconds=keepalive_seconds,
+            find_url_problem=find_url_problem,
+            max_seconds=max_passthrough_seconds,
+        )
         container_routes = ContainerRoutes(containers, limits)
         container_files = ContainerFileRoutes(containers, limits, self.metrics, max_file_bytes)
         file_routes = FileRoutes(files, limits, self.metrics, max_file_bytes)
@@ -146,6 +173,8 @@ class Gateway:
             ("DELETE", "/v1/responses/{response_id}", "responses", responses.delete),
             ("POST", "/v1/responses/{response_id}/cancel", "responses", responses.cancel),
             ("GET", "/v1/responses/{response_id}/input_items", "responses", responses.list_input_items),
+            ("POST", "/v1/chat/completions", "responses", passthrough_routes.create_chat_completion),
+            ("POST", "/v1/embeddings", "responses", passthrough_routes.create_embeddings),
             ("GET", "/v1/models", "models", self._list_models),
             ("GET", "/v1/models/{model:path}", "models", self._get_model),
             ("POST", "/v1/containers", "containers", container_routes.create),
@@ -310,7 +339,11 @@ class Gateway:
     async def _get_readiness(self, exchange: GatewayExchange, _caller: Caller) -> None:
         if self._readiness_problem is not None and (reason := await self._readiness_problem()) is not None:
             raise ServiceUnavailable(reason)
-        await exchange.respond_json({"status": "ready"})
+        degraded = self._find_degraded()
+        if degraded:
+            await exchange.respond_json({"status": "degraded", "degraded": degraded})
+        else:
+            await exchange.respond_json({"status": "ready"})
 
     async def _get_openapi(self, exchange: GatewayExchange, _caller: Caller) -> None:
         if self._openapi_json is None:

@@ -116,8 +116,8 @@ def _reject_chat_completions(body: bytes) -> None:
     """Raises InvalidRequest for a chat completions request."""
     if bytes(_chat_request_decoder.decode(body).messages) not in (b"", b"null"):
         raise InvalidRequest(
-            "Unsupported parameter: 'messages'. This server has no chat completions API; the Responses API takes the "
-            "conversation as 'input'.",
+            "Unsupported parameter: 'messages'. The Responses API takes the conversation as 'input'; chat completions "
+            "are at /v1/chat/completions.",
             param="messages",
             code="unsupported_parameter",
         )

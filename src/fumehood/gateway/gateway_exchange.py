@@ -282,6 +282,13 @@ class ClientConnectionMonitor:
         self._timer = self._loop.call_later(delay, self._check)
         return self
 
+    def send_keepalives(self, keepalive: bytes, interval: float) -> None:
+        """Send keepalives from now on. Call it once, when the response has started."""
+        self._keepalive, self._interval = keepalive, interval
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(min(_DISCONNECT_CHECK_AFTER, interval), self._check)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -21,6 +21,7 @@ from fumehood.protocol.openai.container_objects import (
     CreateContainerFile,
 )
 from fumehood.protocol.openai.file_objects import FileObject, UploadPurpose
+from fumehood.protocol.openai.model_server_requests import CreateChatCompletion, CreateEmbeddings
 from fumehood.protocol.openai.response_projection import INCLUDE_VALUES
 from fumehood.protocol.openai.responses import (
     CompactedResponse,
@@ -64,6 +65,7 @@ class OpenApiOperation:
     supports_range: the response supports Range.
     errors: statuses besides `_COMMON_ERRORS`.
     can_stream: creates a response: supports `stream` and Idempotency-Key.
+    relays_stream: with `stream`, sends the model server's events.
     is_websocket: upgrades the connection to WebSocket.
     is_public: needs no key.
     """
@@ -76,6 +78,7 @@ class OpenApiOperation:
     query: Sequence[str] = ()
     errors: Sequence[int] = ()
     can_stream: bool = False
+    relays_stream: bool = False
     is_websocket: bool = False
     is_public: bool = False
 
@@ -129,6 +132,17 @@ OPERATIONS: dict[tuple[str, str], OpenApiOperation] = {
         response=ListPage,
         query=("include", *_PAGE_PARAMETERS),
         errors=(404,),
+    ),
+    ("POST", "/v1/chat/completions"): OpenApiOperation(
+        summary="Create a chat completion; passed through to the model server.",
+        body=CreateChatCompletion,
+        errors=_MODEL_ERRORS,
+        relays_stream=True,
+    ),
+    ("POST", "/v1/embeddings"): OpenApiOperation(
+        summary="Create embeddings; passed through to the model server.",
+        body=CreateEmbeddings,
+        errors=_MODEL_ERRORS,
     ),
     ("GET", "/v1/models"): OpenApiOperation(summary="List models.", response=ModelList),
     ("GET", "/v1/models/{model:path}"): OpenApiOperation(
@@ -346,5 +360,9 @@ def _describe_content(operation: OpenApiOperation, schemas: dict[Any, JsonObject
                 "description": "Server-sent events; `x-event-schema` describes their data.",
             },
             "x-event-schema": schemas[stream_events.StreamEvent],
+        }
+    elif operation.relays_stream:
+        content["text/event-stream"] = {
+            "schema": {"type": "string", "description": "Server-sent events as the model server writes them."}
         }
     return content

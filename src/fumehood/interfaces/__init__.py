@@ -22,9 +22,18 @@ from fumehood.interfaces.response_runs import (
 # Models, as the engine uses them
 from fumehood.interfaces.models import (
     AcceptBatch,  # callback that consumes events as they arrive
+    DegradedUpstream,  # a model server that cannot serve now
     ModelBackend,  # a model server
     ModelEventStream,  # the events of one turn
     ModelProvider,  # backends by model name
+)
+
+# Models, as the gateway passes requests through to them
+from fumehood.interfaces.passthrough import (
+    PassthroughEndpoint,  # an endpoint of a model server
+    PassthroughProvider,  # sends requests to the server of their model
+    PassthroughRequest,  # a request as the client sent it
+    PassthroughResponse,  # the server's response
 )
 
 # Hosted tools, as the engine uses them
@@ -105,6 +114,7 @@ __all__ = [
     "ContainerService",
     "ContainerStore",
     "ConversationStore",
+    "DegradedUpstream",
     "ExecutionStarted",
     "FileService",
     "FileTotals",
@@ -116,6 +126,10 @@ __all__ = [
     "ModelBackend",
     "ModelEventStream",
     "ModelProvider",
+    "PassthroughEndpoint",
+    "PassthroughProvider",
+    "PassthroughRequest",
+    "PassthroughResponse",
     "ReadableRun",
     "ReserveMemory",
     "ResponseLease",

@@ -1,6 +1,7 @@
 """Model backends and the provider that selects them."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from fumehood.protocol.model_turns import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
@@ -68,6 +69,17 @@ class ModelBackend(Protocol):
     async def close(self) -> None:
         """Close all connections. Closing it twice is no error."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class DegradedUpstream:
+    """A model server that cannot serve now.
+
+    models: the patterns of the model names that it serves. reason: one sentence, without the server's address.
+    """
+
+    models: Sequence[str]
+    reason: str
 
 
 class ModelProvider(Protocol):

@@ -550,7 +550,7 @@ async def test_the_profile_is_as_configured() -> None:
 async def test_cards() -> None:
     listed = {"object": "list", "data": [{"id": "a", "created": 5, "owned_by": "vllm"}, {"id": "b"}]}
     async with upstream(error("200 OK", listed)) as (backend, server):
-        assert [(card.id, card.created, card.owned_by) for card in await backend.list_models()] == [
+        assert [(card.id, card.created, card.owned_by) for card in await backend.server.list_models()] == [
             ("a", 5, "vllm"),
             ("b", 0, "upstream"),
         ]
@@ -562,7 +562,7 @@ async def test_a_malformed_model_list() -> None:
     async with upstream(document(b"[]"), stream(DONE)) as (backend, _):
         for _ in range(2):
             with pytest.raises(ModelError, match="list of models"):
-                await backend.list_models()
+                await backend.server.list_models()
 
 
 # --- much at once -------------------------------------------------------------------------------------

@@ -167,6 +167,11 @@ class Http1Connection(asyncio.Protocol):
         """A header by its lower-case name; empty if it is missing."""
         return self.headers.get(name, b"").decode("latin-1")
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether `read` would return at once."""
+        return bool(self._body_chunks)
+
     async def read(self) -> bytes:
         """The next chunk of the body, at most about one slice; empty at the end. Raises UpstreamTransportError."""
         while not self._body_chunks:

@@ -3,7 +3,6 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -15,38 +14,17 @@ from fumehood.models.model_settings import ModelSettings, RequestFields, Secret
 from fumehood.models.rendering.rendering_cache import encode_object_with_list
 from fumehood.models.rendering.server_features import ServerFeatures
 from fumehood.models.upstream.fenced_calls import FencedCallDetector
-from fumehood.models.upstream.http1_client import (
-    Http1Connection,
-    PooledHttpClient,
-    UpstreamAddress,
-    UpstreamTimeouts,
-    UpstreamTransportError,
-    encode_headers,
-)
+from fumehood.models.upstream.http1_client import PooledHttpClient, UpstreamAddress, encode_headers
 from fumehood.models.upstream.stream_parser import UpstreamStreamParser, split_large_deltas
-from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory, parse_retry_after
-from fumehood.protocol.model_turns import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
+from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
+from fumehood.models.upstream.upstream_server import UpstreamServer
+from fumehood.protocol.model_turns import AnyModelEvent, ModelProfile, ModelRequest
 from fumehood.protocol.openai.client_tools import CLIENT_TOOL_TYPES
 from fumehood.protocol.openai.tool_specs import ModelToolDefinition, ToolSpec
 
 _USAGE_TIMEOUT = 5.0  # seconds to wait for the usage after the model has stopped
 _BYTES_PER_TOKEN = 4
-_MAX_MODEL_LIST_BYTES = 1 << 20
 _MAX_COUNT_BYTES = 32 << 20
-_MAX_ERROR_BYTES = 1 << 16
-_MAX_MODELS = 1000
-_MIN_SECRET_LENGTH = 8  # shorter header values are not redacted: any text may contain them
-_HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "fumehood"}
-
-
-class _ModelEntry(msgspec.Struct):
-    id: str
-    created: int | None = None
-    owned_by: str | None = None
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_ModelEntry]
 
 
 class _TokenCount(msgspec.Struct):
@@ -104,6 +82,7 @@ class _UpstreamTurn:
 class HttpModelBackend(ABC):
     """A `ModelBackend` over HTTP. It does not close the client, which all backends share.
 
+    server: the model server.
     api_name: the server's API, for error messages.
     endpoint: the path of turn requests below `base_url`.
     conversation_field: the field of a request that holds the conversation.
@@ -117,9 +96,7 @@ class HttpModelBackend(ABC):
         self, settings: ModelSettings, client: PooledHttpClient, api_key: Secret | None = None
     ) -> None:
         self._settings = settings
-        self._client = client
-        self._timeouts = UpstreamTimeouts(settings.connect_timeout, settings.read_timeout)
-        self._address = UpstreamAddress.parse(settings.base_url or "")
+        self.server = UpstreamServer(settings, client, api_key)
         self._tokenize_address = (
             None if settings.tokenize_url is None else UpstreamAddress.parse(settings.tokenize_url)
         )
@@ -128,7 +105,7 @@ class HttpModelBackend(ABC):
             takes_images=settings.takes_images,
             takes_files=settings.sends_files,
             counts_tokens=self._tokenize_address is not None,
-            server=(self._address.host, self._address.port),
+            server=(self.server.address.host, self.server.address.port),
             provider=settings.provider_name,
             replays_reasoning=settings.replay_reasoning,
             passed_tools=tuple(settings.pass_tools),
@@ -144,17 +121,9 @@ class HttpModelBackend(ABC):
                 tool_type for tool_type in CLIENT_TOOL_TYPES if settings.passes_tool(tool_type)
             ),
         )
-        headers = {**settings.headers, **_HEADERS}
-        self._secrets = [value for value in settings.headers.values() if len(value) >= _MIN_SECRET_LENGTH]
-        if api_key is not None:
-            value = api_key.reveal()
-            bearer = settings.api_key_header.lower() == "authorization"
-            headers[settings.api_key_header] = f"Bearer {value}" if bearer else value
-            self._secrets.append(value)
-        self._headers = encode_headers(headers)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._address.host_header}{self._address.path}>"
+        return f"<{type(self).__name__} {self.server.address.host_header}{self.server.address.path}>"
 
     # ---- for subclasses ---------------------------------------------------------------------------------------
 
@@ -212,8 +181,8 @@ class HttpModelBackend(ABC):
         turn = _UpstreamTurn(
             self._create_parser(request, errors), FencedCallDetector.for_request(request), accept_batch
         )
-        headers = self._build_headers(request)
-        async with self._request(self._address, self.endpoint, headers, errors, body) as response:
+        headers = self._build_trace_headers(request)
+        async with self.server.request(self.endpoint, errors, body, headers=headers) as response:
             del body
             parser = turn.parser
             while not parser.is_over:
@@ -242,7 +211,7 @@ class HttpModelBackend(ABC):
             return sum(map(len, body)) // _BYTES_PER_TOKEN, False
         errors = self._create_error_factory(request.model)
         body = self._encode_body(request, self._build_count_fields(request))
-        async with self._request(self._tokenize_address, "", self._headers, errors, body) as response:
+        async with self.server.request("", errors, body, address=self._tokenize_address) as response:
             content = await response.read_all(_MAX_COUNT_BYTES)
         try:
             counted = msgspec.json.decode(content, type=_TokenCount)
@@ -256,52 +225,20 @@ class HttpModelBackend(ABC):
     def get_profile(self, model: str) -> ModelProfile:  # noqa: ARG002 - all names have the same profile
         return self._profile
 
-    async def list_models(self) -> Sequence[ModelCard]:
-        """Ask the server for its models. Raises ModelError."""
-        errors = self._create_error_factory(self._settings.match)
-        async with self._request(self._address, "/models", self._headers, errors) as response:
-            content = await response.read_all(_MAX_MODEL_LIST_BYTES)
-        try:
-            entries = msgspec.json.decode(content, type=_ModelList, strict=False).data
-        except (ValueError, RecursionError) as error:
-            raise errors.invalid_response(f"its list of models cannot be decoded: {error}") from None
-        return [
-            ModelCard(id=entry.id, created=entry.created or 0, owned_by=(entry.owned_by or "upstream")[:64])
-            for entry in entries[:_MAX_MODELS]
-        ]
-
     async def close(self) -> None:  # noqa: B027 - the registry closes the shared client
         pass
 
-    @asynccontextmanager
-    async def _request(
-        self,
-        address: UpstreamAddress,
-        path: str,
-        headers: bytes,
-        errors: UpstreamErrorFactory,
-        body: Sequence[bytes] | None = None,
-    ) -> AsyncGenerator[Http1Connection]:
-        """Send a POST with this body, or a GET. Raises ModelError, also for a status other than 200."""
-        try:
-            async with self._client.request(address, path, headers, self._timeouts, body) as response:
-                del body  # it may be large, and the response may take minutes
-                await _check_response(response, errors)
-                yield response
-        except UpstreamTransportError as error:
-            raise errors.from_transport(error, self._timeouts.read) from error
-
-    def _build_headers(self, request: ModelRequest) -> bytes:
+    def _build_trace_headers(self, request: ModelRequest) -> bytes:
         trace = request.trace
         if trace is None or not self._settings.trace_context:
-            return self._headers
+            return b""
         headers = {"traceparent": trace.traceparent}
         if trace.tracestate:
             headers["tracestate"] = trace.tracestate
-        return self._headers + encode_headers(headers)
+        return encode_headers(headers)
 
     def _create_error_factory(self, model: str) -> UpstreamErrorFactory:
-        return UpstreamErrorFactory(model, self._secrets, api_name=self.api_name)
+        return self.server.create_error_factory(model, self.api_name)
 
 
 class _ServerToolNames(msgspec.Struct):
@@ -315,16 +252,3 @@ def _choose_server_tool(spec: ToolSpec) -> object:
     """The `tool_choice` that forces a tool of the server."""
     names = msgspec.json.decode(spec.raw, type=_ServerToolNames)
     return {"type": spec.type, **msgspec.to_builtins(names)}
-
-
-async def _check_response(response: Http1Connection, errors: UpstreamErrorFactory) -> None:
-    """Raises ModelError unless the response has the status 200 and is not compressed."""
-    if response.status != 200:
-        try:
-            body = await response.read_all(_MAX_ERROR_BYTES)
-        except UpstreamTransportError:
-            body = b""
-        wait = parse_retry_after(response.get_header(b"retry-after"), response.get_header(b"date"))
-        raise errors.from_status(response.status, body, wait)
-    if response.get_header(b"content-encoding") not in ("", "identity"):
-        raise errors.invalid_response("its response is compressed although the request forbids it")

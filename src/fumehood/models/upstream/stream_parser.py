@@ -37,7 +37,7 @@ MAX_IGNORED_BYTES = 1 << 26
 
 _MAX_DELTA_CHARS = 1 << 16
 _MAX_LENIENT_BYTES = 1 << 20  # the lenient decoder is slow
-_EVENT_COST = 1 << 10  # what an ignored event counts in addition to its bytes
+EVENT_COST = 1 << 10  # what an ignored event counts in addition to its bytes
 _LINE_COST = 1 << 6  # what a line of an event counts in addition to its bytes
 _BOM = b"\xef\xbb\xbf"
 
@@ -212,7 +212,7 @@ class UpstreamStreamParser[Event](ABC):
             return
         payloads = [line for line in block.split(b"\n") if line.startswith(b"data:")]
         size = sum(map(len, payloads))
-        self._ignored_bytes += size + _EVENT_COST * len(payloads)
+        self._ignored_bytes += size + EVENT_COST * len(payloads)
         if self._ignored_bytes > MAX_IGNORED_BYTES:
             self.failure = self._errors.no_progress("too many events of unknown types")
         else:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -40,6 +41,15 @@ _CONTEXT_OVERFLOW = re.compile(
     r"(?:prompt|input|request) (?:is )?too (?:long|large)",
     re.IGNORECASE,
 )
+# How servers say that they do not know the path, rather than the model or something in the request.
+_UNKNOWN_PATH = re.compile(
+    r"(?:404\W*)?(?:(?:the )?(?:requested )?(?:page|file|url|path|route|endpoint|resource) (?:\"[^\"]*\" )?)?"
+    r"(?:was )?not found\b"
+    r"|unexpected endpoint|invalid url|unknown (?:request )?url|cannot (?:post|get) /|no (?:matching )?route"
+    r"|method not allowed",
+    re.IGNORECASE,
+)
+_VERSIONED_PATH = re.compile(r"/v\d+\w*(?:/|$)")
 _ERROR_CODE = re.compile(r"[a-zA-Z][\w.-]{0,63}")
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 INSUFFICIENT_QUOTA = "insufficient_quota"
@@ -69,14 +79,24 @@ class UpstreamErrorFactory:
 
     secrets: values that are redacted in every message.
     api_name: the API that the server should speak, for messages.
+    input_field: the field of the client's request that is too long if the input is.
+    base_url: the server's URL as configured.
     """
 
     def __init__(
-        self, model: str, secrets: Collection[str] = (), *, api_name: str = "chat completions"
+        self,
+        model: str,
+        secrets: Collection[str] = (),
+        *,
+        api_name: str = "chat completions",
+        input_field: str = "input",
+        base_url: str = "",
     ) -> None:
         self._model = model
         self._secrets = secrets
         self._api_name = api_name
+        self._input_field = input_field
+        self._base_url = base_url
 
     @property
     def _server_label(self) -> str:
@@ -95,16 +115,19 @@ class UpstreamErrorFactory:
                 "the operator of the gateway must correct the model's base_url."
             )
         decoded = _decode_error(body)
-        if status == 404 and (decoded is None or not decoded.message):
-            return ModelError(
-                f"{self._server_label} has no {self._api_name}; "
-                "the operator of the gateway must check the model's base_url."
-            )
+        if status in (404, 405) and (
+            decoded is None or not decoded.message or _UNKNOWN_PATH.match(decoded.message.strip())
+        ):
+            return self.unknown_path(status)
         return self._classify(status, decoded or _ErrorBody(), retry_after, f" (HTTP {status})")
 
     def from_event(self, error: bytes) -> ModelError:
         """The error for an error event within a stream; a numeric code counts as HTTP status."""
         body = _decode_error(error) or _ErrorBody()
+        if body.message and _UNKNOWN_PATH.match(
+            body.message.strip()
+        ):  # LM Studio sends it with the status 200
+            return self.unknown_path(404)
         status = body.code if isinstance(body.code, int) and 400 <= body.code < 600 else 500
         if status in (401, 403):
             return self.from_status(status, b"")
@@ -115,6 +138,14 @@ class UpstreamErrorFactory:
             status = 400
         return self._classify(status, body, None, "")
 
+    def unknown_path(self, status: int) -> ModelError:
+        """The server does not have the endpoint."""
+        hint = "" if is_versioned(self._base_url) else ", which most servers expect to end in /v1"
+        return ModelError(
+            f"{self._server_label} has no {self._api_name} (HTTP {status}); "
+            f"the operator of the gateway must check the model's base_url{hint}."
+        )
+
     def _classify(
         self, status: int, body: _ErrorBody, retry_after: float | None, status_note: str
     ) -> ModelError:
@@ -124,7 +155,7 @@ class UpstreamErrorFactory:
             return ModelRejectedRequest(
                 f"{self._server_label} rejected the request as too long{reason}",
                 code=CONTEXT_LENGTH_EXCEEDED,
-                param="input",
+                param=self._input_field,
             )
         if status == 429:
             code = INSUFFICIENT_QUOTA if code == INSUFFICIENT_QUOTA else None
@@ -165,6 +196,9 @@ class UpstreamErrorFactory:
             case _:
                 return self.invalid_response("its response is not valid HTTP")
 
+    def no_answer(self, seconds: float) -> ModelTimeout:
+        return ModelTimeout(f"{self._server_label} did not answer within {seconds:g} seconds.")
+
     def disconnected(self) -> ModelUnreachable:
         return ModelUnreachable(
             "The connection to the server of this model broke before its response was complete."
@@ -187,6 +221,11 @@ class UpstreamErrorFactory:
         message = f"{self._server_label} {behaviour}."
         logger.warning("%s", message)
         return ModelError(message)
+
+
+def is_versioned(base_url: str) -> bool:
+    """Whether the path of a URL has a version, such as /v1. An unknown URL counts as versioned."""
+    return not base_url or _VERSIONED_PATH.search(urlsplit(base_url).path) is not None
 
 
 def _decode_error(body: bytes) -> _ErrorBody | None:
