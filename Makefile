@@ -41,7 +41,7 @@ endif
 $(STAMP): pyproject.toml uv.lock .python-version src/fumehood/__init__.py $(SETUP)
 	@$(SETUP)
 
-.PHONY: help setup setup-clients demo test test-313 test-busy test-wheel test-mutations test-slow test-clients test-phoenix check format-check lint types imports fmt bench bench-sandbox bench-warm-start bench-gateway bench-check lock clean
+.PHONY: help setup setup-clients demo test test-313 test-busy test-wheel test-openai-floor test-mutations test-slow test-clients test-phoenix check format-check lint types imports fmt bench bench-sandbox bench-warm-start bench-gateway bench-check lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,14 @@ test-wheel: $(STAMP) ## Test the built wheel, installed by pip and uv, as root a
 
 test-mutations: $(STAMP) ## Disable features of the specifications, one at a time, and see their tests fail
 	@$(RUN) python -m tools.disable_features $(ARGS)
+
+# The SDK and what it needs go before those of the environment; the version is the least that the extra allows.
+openai_floor := $(shell sed -n 's/^openai = \["openai>=\(.*\)"\]$$/\1/p' pyproject.toml)
+test-openai-floor: $(STAMP) ## Run the client's tests with the oldest SDK of OpenAI that it supports
+	@rm -rf .openai-floor
+	@$(SETUP) uv pip install --quiet --python .venv/bin/python --target .openai-floor openai==$(openai_floor)
+	@$(RUN) PYTHONPATH="$(CURDIR)/.openai-floor" FUMEHOOD_OPENAI_FLOOR=$(openai_floor) \
+		python -m pytest -n $(WORKERS) --dist loadfile tests/client $(ARGS)
 
 test-slow: $(STAMP) ## Run the slow tests
 	@$(RUN) python -m pytest -m "slow and not live and not wheel" $(ARGS) || { [ $$? -eq 5 ] && echo "There are no slow tests yet."; }

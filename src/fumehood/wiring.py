@@ -56,6 +56,7 @@ from fumehood.interfaces import (
 from fumehood.models.registry import ModelRegistry, open_model_registry
 from fumehood.models.upstream_health import UpstreamHealth
 from fumehood.protocol.api_keys import ApiKeyLimits
+from fumehood.protocol.file_types import UploadFileTypes
 from fumehood.protocol.openai.response_projection import INCLUDE_CODE_OUTPUTS
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
 from fumehood.sandbox_client import (
@@ -223,6 +224,7 @@ async def assemble_gateway(
             containers=containers,
             files=files,
             max_file_bytes=config.files.file_bytes,
+            accepted_types=UploadFileTypes(config.files.extra_types),
             authenticator=authenticator,
             cors=CorsPolicy(config.server.cors_origins),
             metrics=metrics,

@@ -188,6 +188,24 @@ def test_files_are_synced_on_cleanup(
     assert not any(call.startswith("DELETE") for call in openai_stand_in.server.calls)
 
 
+def test_the_directory_of_synced_files_can_be_removed(
+    create_workspace: CreateWorkspace, tmp_path: Path
+) -> None:
+    workspace = create_workspace(sync_on_cleanup=True)
+    workspace.cleanup()
+    synced = workspace.sync_dir
+    assert synced is not None
+    assert synced.name.startswith("fumehood-synced-")
+    assert (synced / "project/src/main.py").exists()
+    workspace.remove_synced_files()
+    workspace.remove_synced_files()
+    assert not synced.exists()
+    named = create_workspace(sync_on_cleanup=True, sync_dir=tmp_path / "back")
+    named.cleanup()
+    named.remove_synced_files()
+    assert (tmp_path / "back/project/src/main.py").exists()
+
+
 def test_local_copies_are_synced_if_the_container_has_expired(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, project: Path, tmp_path: Path
 ) -> None:

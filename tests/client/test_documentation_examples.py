@@ -25,10 +25,12 @@ from fumehood.client.adapters.openai import (
 from fumehood.client.adapters.openai.compaction import LastModel
 from tests.client.conftest import GatewayServer, OpenAIStandIn
 from tests.client.test_attachments import PNG
+from tests.support import gateway_process
 from tests.support.client_prompts import listen
 from tests.support.gateway_process import code_call, text_answer, tool_call, tool_calls
 from tests.support.openai_server import message, response
 from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.sandbox_runs import has_cgroups
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [DOCS / "client.md", DOCS / "client-examples.md", DOCS / "telemetry.md"]
@@ -93,9 +95,22 @@ def gateway(gateway_server: GatewayServer, monkeypatch: pytest.MonkeyPatch) -> G
 
 
 def test_first(run: Run, gateway: GatewayServer, capsys: pytest.CaptureFixture[str]) -> None:
-    gateway.model.script(code_call("print(6 * 7)"), text_answer('{"value": 42, "how": "by Python"}'))
+    gateway.model.script(code_call("print(7)"), text_answer('{"mean": 7, "how": "by Python"}'))
     run("first")
-    assert capsys.readouterr().out == "code_interpreter 42\n\nAnswer(value=42.0, how='by Python')\n"
+    assert capsys.readouterr().out == "code_interpreter 7\n\nAnswer(mean=7.0, how='by Python')\n"
+
+
+def test_first_without_a_model_server(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = "enforced" if has_cgroups() else "best-effort"
+    settings = {"providers": {"code_interpreter": {"settings": {"sandbox_limits": limits}}}}
+    with gateway_process.run_gateway(tmp_path, settings) as process:
+        monkeypatch.setenv("OPENAI_BASE_URL", process.url)
+        monkeypatch.setenv("OPENAI_API_KEY", "none")
+        run("first")
+    printed = '{"mean": 7, "how": "with Python"}'
+    assert capsys.readouterr().out == f"code_interpreter {printed}\n\nAnswer(mean=7.0, how='with Python')\n"
 
 
 def test_attachments(run: Run, gateway: GatewayServer, tmp_path: Path) -> None:

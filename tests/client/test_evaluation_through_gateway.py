@@ -1,5 +1,6 @@
 """Prompts and workspaces through our gateway to a scripted model and real sandboxes."""
 
+import gzip
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -244,6 +245,52 @@ print(total, subprocess.run(["sh", "project/run.sh"], capture_output=True, text=
     assert (project / "src/numbers.txt").read_text() == "20 22"
 
 
+def test_a_sync_brings_everything_back(
+    gateway_server: GatewayServer,
+    workspace: OpenAIContainerWorkspaceSection,
+    project: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Caches, temporary names and links as well; what leads out of the workspace is named."""
+    code = """
+import os
+os.makedirs('pkg/__pycache__')
+for name in ('pkg/__pycache__/m.pyc', 'draft~', 'half.tmp', '.x.swp', '.hidden', 'pkg/real.txt'):
+    open(name, 'w').write(name)
+os.symlink('pkg/real.txt', 'relative.txt')
+os.symlink('/mnt/data/pkg/real.txt', 'pkg/absolute.txt')
+os.symlink('pkg', 'alias')
+os.symlink('/etc', 'outside')
+os.link('pkg/real.txt', 'hard.txt')
+"""
+    evaluate(gateway_server, workspace, code)
+    workspace.cleanup()
+    synced = project.parent / "synced"
+    for name in ("pkg/__pycache__/m.pyc", "draft~", "half.tmp", ".x.swp", ".hidden", "pkg/real.txt"):
+        assert (synced / name).read_text() == name
+    for name in ("relative.txt", "pkg/absolute.txt", "alias"):
+        assert (synced / name).is_symlink()
+    for name in ("relative.txt", "pkg/absolute.txt", "alias/real.txt", "hard.txt"):
+        assert (synced / name).read_text() == "pkg/real.txt"
+        assert (synced / name).resolve().is_relative_to(synced.resolve())
+    assert not (synced / "outside").is_symlink()
+    assert (
+        "1 link(s) lead out of the workspace and were not brought back, among them 'outside'" in caplog.text
+    )
+
+
+def test_files_that_the_container_does_not_list_are_an_error(
+    gateway_server: GatewayServer, workspace: OpenAIContainerWorkspaceSection, project: Path
+) -> None:
+    deep = "import os; d = '/'.join('d' * 40); os.makedirs(d); open(d + '/f', 'w'); open('kept', 'w')"
+    evaluate(gateway_server, workspace, deep)
+    with pytest.raises(OSError, match="the container does not list it") as missing:
+        workspace.filesystem.download_all(project.parent / "back")
+    assert "1 file(s) could not be brought back" in str(missing.value)
+    assert (project.parent / "back/kept").exists()
+    workspace.sync_on_cleanup = False
+
+
 def test_a_deleted_container_is_recreated(
     gateway_server: GatewayServer, workspace: OpenAIContainerWorkspaceSection
 ) -> None:
@@ -271,6 +318,56 @@ def test_an_existing_container_is_used_while_it_is_there(gateway_server: Gateway
     gateway_server.client.containers.delete(container)
     with pytest.raises(ContainerNotFoundError, match=container):
         gateway_server.evaluate(prompt(tool))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("sales.parquet", b"PAR1\x15\4"),
+        ("sales.feather", b"ARROW1\0\0"),
+        ("sales.db", b"SQLite format 3\0\x10"),
+        ("sales.csv.gz", gzip.compress(b"1\n", mtime=0)),
+        ("sales.json.zst", b"\x28\xb5\x2f\xfd\0"),
+        ("sales.ndjson", b"{}\n"),
+        ("settings.toml", b"[a]\n"),
+    ],
+)
+def test_the_gateway_accepts_what_analysts_have(
+    gateway_server: GatewayServer, shared_container: str, name: str, content: bytes
+) -> None:
+    manager = ContainerManager(gateway_server.client, SMALL)
+    made = manager.upload(shared_container, f"data/{name}", content)
+    assert (made.path, manager.read_file(shared_container, made.id)) == (f"data/{name}", content)
+    upload = gateway_server.client.files.create(file=(name, content), purpose="user_data")
+    assert upload.bytes == len(content)
+    gateway_server.client.files.delete(upload.id)
+
+
+def test_the_gateway_says_what_it_does_not_accept(
+    gateway_server: GatewayServer, shared_container: str
+) -> None:
+    manager = ContainerManager(gateway_server.client, SMALL)
+    for name, content in (("run.exe", b"MZ\x90\0"), ("a.csv", b"\x7fELF\2\1\1\0"), ("a.parquet", b"text")):
+        with pytest.raises(PromptValidationError, match=f"'{name}' cannot be uploaded") as refused:
+            manager.upload(shared_container, name, content)
+        assert refused.value.phase == "configuration"
+        assert "unsupported_file" in str(refused.value.provider_payload)
+    assert "run.exe" not in [file.path for file in manager.list_files(shared_container)]
+
+
+def test_a_filesystem_writes_files_of_any_type(gateway_server: GatewayServer) -> None:
+    files = ContainerFilesystem(client=gateway_server.client, container_config=SMALL)
+    for content in (b"MZ\x90\0", b"MZ\x90\0again"):
+        files.write("bin/run.exe", content)
+        assert files.read("bin/run.exe") == content
+    assert files.glob("**") == ["bin/run.exe"]
+
+
+@pytest.fixture(scope="module")
+def shared_container(gateway_server: GatewayServer) -> Iterator[str]:
+    container = ContainerManager(gateway_server.client, SMALL).create()
+    yield container
+    gateway_server.client.containers.delete(container)
 
 
 def test_a_workspace_and_the_tool_share_one_container(

@@ -196,6 +196,8 @@ def _upload(kind: str, body: bytes) -> tuple[str, bytes]:
         head, _, content = part.partition(b"\r\n\r\n")
         if found := re.search(rb'filename="([^"]*)"', head):
             return found[1].decode().replace("\\\\", "\\"), content.removesuffix(b"\r\n")
+        if b'name="file_id"' in head:  # as old SDKs send it
+            return f"{content.strip().decode()}.txt", b"attached"
     raise AssertionError("no file was sent")
 
 

@@ -84,7 +84,7 @@ async def test_hidden_files_are_container_files(
     assert [file.path for file in called.execution.files] == names
     assert called.model_text == f"Files: {', '.join(names)}"
     records = await here.containers.list_files(SOMEBODY, called.item.container_id)
-    assert sorted(record.path for record in records) == [".config/app/x.json", ".env"]
+    assert sorted(record.path for record in records) == [".config/app/x.json", ".env", "__pycache__/x.pyc"]
     await here.run("import os; os._exit(1)")
     after = await here.run("print(open('.env').read(), open('.config/app/x.json').read())")
     assert after.execution.stdout == "A=1 {}\n"

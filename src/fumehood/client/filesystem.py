@@ -202,6 +202,18 @@ class HostFilesystem(_TextMethods):
             raise NotADirectoryError(path) from error
         return normalized
 
+    def link(self, path: str, target: str) -> None:
+        """Create a symbolic link to another path of this directory, in place of an existing link.
+
+        Raises WorkspaceSecurityError for a path outside, FileExistsError if something else is there.
+        """
+        normalized, destination = normalize_path(path), normalize_path(target)
+        place = self.prepare_path(normalized.rpartition("/")[0] or ".") / normalized.rpartition("/")[2]
+        place.parent.mkdir(exist_ok=True)
+        if place.is_symlink():
+            place.unlink()
+        place.symlink_to(os.path.relpath(self.root / destination, place.parent))
+
     def exists(self, path: str) -> bool:
         return self.is_file(path) or self.is_dir(path)
 

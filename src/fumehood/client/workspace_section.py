@@ -42,7 +42,7 @@ class WorkspaceSection(MarkdownSection[NoParams]):
         tools: Sequence[AnyTool] = (),
     ) -> None:
         """sync_on_cleanup: copy all files of the workspace, as they are at the end, to `sync_dir`, by default a new
-        directory that is kept.
+        directory `fumehood-synced-…` among the temporary files, which stays until `remove_synced_files`.
         """
         super().__init__(
             title="Workspace",
@@ -57,6 +57,7 @@ class WorkspaceSection(MarkdownSection[NoParams]):
         self.allowed_host_roots = tuple(allowed_host_roots)
         self.sync_on_cleanup = sync_on_cleanup
         self._sync_dir = None if sync_dir is None else Path(sync_dir)
+        self._created_sync_dir: Path | None = None
         self.is_closed = False
         self.temp_dir = Path(tempfile.mkdtemp(prefix="fumehood-workspace-"))
         # In case cleanup is never called.
@@ -71,8 +72,14 @@ class WorkspaceSection(MarkdownSection[NoParams]):
     def sync_dir(self) -> Path | None:
         """The target directory of `cleanup`; None if files are not synced."""
         if self.sync_on_cleanup and self._sync_dir is None:
-            self._sync_dir = Path(tempfile.mkdtemp(prefix="fumehood-synced-"))
+            self._sync_dir = self._created_sync_dir = Path(tempfile.mkdtemp(prefix="fumehood-synced-"))
         return self._sync_dir if self.sync_on_cleanup else None
+
+    def remove_synced_files(self) -> None:
+        """Remove the directory that `cleanup` has created for synced files; one that was given as `sync_dir` stays."""
+        if self._created_sync_dir is not None:
+            shutil.rmtree(self._created_sync_dir, ignore_errors=True)
+            self._created_sync_dir = None
 
     @property
     @abstractmethod

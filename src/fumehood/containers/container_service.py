@@ -44,6 +44,7 @@ from fumehood.interfaces import (
     Sandbox,
     SandboxProvider,
     Sealer,
+    UnlistedFiles,
 )
 from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import (
@@ -55,7 +56,7 @@ from fumehood.protocol.openai.api_errors import (
 )
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.openai.page_query import PageQuery
-from fumehood.protocol.sandbox.sandbox_errors import SandboxError
+from fumehood.protocol.sandbox.sandbox_errors import SandboxError, SandboxGone, SandboxNotFound
 from fumehood.protocol.sandbox.sandbox_messages import ArchiveFormat
 
 logger = logging.getLogger(__name__)
@@ -376,6 +377,22 @@ class SandboxContainerService:
     ) -> Sequence[ContainerFileRecord]:
         await self._use_for_files(caller, container_id)
         return await self._context.store.list_container_files(container_id, query)
+
+    async def find_unlisted_files(self, caller: Caller, container_id: str) -> UnlistedFiles:
+        state = await self._use_for_files(caller, container_id)
+        with state.keep_in_use():
+            try:
+                sandbox = await attach_sandbox(self._context.provider, state.record)
+                if sandbox is None:
+                    return UnlistedFiles()
+                listing = await sandbox.list_files()
+            except (SandboxGone, SandboxNotFound):
+                return UnlistedFiles()
+            except SandboxError as error:
+                raise ServiceUnavailable(f"The container's files cannot be listed now: {error}") from error
+            listed = {record.path for record in await self._context.store.list_container_files(container_id)}
+        paths = [file.path for file in listing.files if file.path not in listed]
+        return UnlistedFiles(links=listing.links, paths=paths, truncated=listing.truncated)
 
     async def read_file(
         self, caller: Caller, container_id: str, file_id: str, start: int = 0, end: int | None = None

@@ -89,10 +89,13 @@ class RestoreResult:
 
 def is_output_file(path: str) -> bool:
     """Whether a file counts as output of code: no cache, no temporary file. docs/containers.md states the rule."""
-    parts = path.split("/")
-    if len(path) > _MAX_PATH_LENGTH or "\0" in path or any(part in ("", ".", "..") for part in parts):
-        return False
-    return "__pycache__" not in parts and not path.endswith(("~", ".pyc", ".swp", ".tmp"))
+    is_cache = "__pycache__" in path.split("/") or path.endswith(("~", ".pyc", ".swp", ".tmp"))
+    return _is_valid_path(path) and not is_cache
+
+
+def _is_valid_path(path: str) -> bool:
+    is_plain = all(part not in ("", ".", "..") for part in path.split("/"))
+    return is_plain and len(path) <= _MAX_PATH_LENGTH and "\0" not in path
 
 
 def make_file_record(
@@ -169,7 +172,12 @@ class FileSync:
             return FileChanges(mark)
         replaced = [diff.known[record.path] for record in records if record.path in diff.known]
         await self.drop_blobs((*diff.deleted, *replaced))
-        changed = [record for record in records if not _is_unwritten(record, diff.previous.get(record.path))]
+        changed = [
+            record
+            for record in records
+            if is_output_file(record.path) or record.source == "user"
+            if not _is_unwritten(record, diff.previous.get(record.path))
+        ]
         mark = mark if recorder.missing else listing.mark
         return FileChanges(mark, changed, recorder.notices(), recorder.missing, recorder.failure)
 
@@ -413,8 +421,11 @@ def _diff_listing(
     changed = [
         file
         for file in listing.files
-        if _has_changed(file, previous.get(file.path)) and (file.path in known or is_output_file(file.path))
+        if _has_changed(file, previous.get(file.path)) and (file.path in known or _is_valid_path(file.path))
     ]
+    changed.sort(
+        key=lambda file: not is_output_file(file.path)
+    )  # if there is no room for all, caches are left out
     return _ListingDiff(previous, known, deleted, changed)
 
 

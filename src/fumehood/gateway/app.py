@@ -50,6 +50,7 @@ from fumehood.interfaces import (
     RunService,
 )
 from fumehood.protocol.api_keys import ApiKeyScope
+from fumehood.protocol.file_types import UploadFileTypes
 from fumehood.protocol.model_turns import ModelCard, ModelList
 from fumehood.protocol.openai.api_errors import (
     ApiError,
@@ -88,6 +89,7 @@ class Gateway:
     find_degraded: returns the model servers that cannot serve, without waiting for them.
     keepalive_seconds: a stream that is silent for this long gets a keepalive.
     max_file_bytes: size limit of an uploaded file.
+    accepted_types: of files that are uploaded into containers; by default those of docs/files.md.
     min_bytes_per_second: minimum average rate of a request body; 0 disables the check.
     serve_metrics: whether to serve /metrics.
     pass_fields: additional request fields that are passed to model servers unchanged.
@@ -116,6 +118,7 @@ class Gateway:
         find_degraded: Callable[[], Sequence[DegradedUpstream]] = tuple,
         keepalive_seconds: float = KEEPALIVE_SECONDS,
         max_file_bytes: int = MAX_FILE_BYTES,
+        accepted_types: UploadFileTypes | None = None,
         min_bytes_per_second: int = MIN_BYTES_PER_SECOND,
         serve_metrics: bool = True,
         pass_fields: Collection[str] = (),
@@ -161,7 +164,9 @@ class Gateway:
             max_seconds=max_passthrough_seconds,
         )
         container_routes = ContainerRoutes(containers, limits)
-        container_files = ContainerFileRoutes(containers, limits, self.metrics, max_file_bytes)
+        container_files = ContainerFileRoutes(
+            containers, limits, self.metrics, max_file_bytes, accepted_types or UploadFileTypes()
+        )
         file_routes = FileRoutes(files, limits, self.metrics, max_file_bytes)
         metrics_routes: list[_RouteEntry] = [("GET", "/metrics", "metrics", self._get_metrics)]
         self._routes = _Router(

@@ -175,7 +175,10 @@ OPERATIONS: dict[tuple[str, str], OpenApiOperation] = {
         errors=(404, 408, 413, 429),
     ),
     ("GET", "/v1/containers/{container_id}/files"): OpenApiOperation(
-        summary="List the files of a container.", response=ListPage, query=_PAGE_PARAMETERS, errors=(404,)
+        summary="List the files of a container; with `unlisted=true`, also what no page shows.",
+        response=ListPage,
+        query=(*_PAGE_PARAMETERS, "unlisted"),
+        errors=(404,),
     ),
     ("GET", "/v1/containers/{container_id}/files/{file_id}"): OpenApiOperation(
         summary="Get a file of a container.", response=ContainerFileObject, errors=(404,)
@@ -226,6 +229,10 @@ _QUERY_PARAMETERS: dict[str, tuple[str, JsonObject]] = {
     ),
     "name": ("Filter by name.", {"type": "string"}),
     "purpose": ("Filter by purpose.", {"type": "string"}),
+    "unlisted": (
+        "Add links, and files that no page shows.",
+        {"type": "string", "enum": ["true", "false"], "default": "false"},
+    ),
     "stream": ("Only for background responses.", {"type": "boolean"}),
 }
 

@@ -55,6 +55,7 @@ from fumehood.interfaces.containers import (
     ContainerEvent,  # events of an execution
     ContainerService,  # containers, their files and their expiry
     ExecutionStarted,  # the sandbox has accepted the execution
+    UnlistedFiles,  # what a sandbox has besides the listed files
 )
 from fumehood.interfaces.sandboxes import (
     Sandbox,  # runs code
@@ -147,6 +148,7 @@ __all__ = [
     "ToolCallResult",
     "ToolCallSession",
     "ToolCallStep",
+    "UnlistedFiles",
     "UnreferencedBlobFinder",
     "UploadedFileStore",
 ]

@@ -13,6 +13,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     ExecuteRequest,
     ExecutionEvent,
     FileEntry,
+    LinkEntry,
 )
 
 
@@ -79,6 +80,20 @@ class Container(Protocol):
         Raises SandboxPayloadTooLarge if the container may keep no more.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnlistedFiles:
+    """What a container's sandbox has besides its listed files.
+
+    links: symbolic links, which nothing follows.
+    paths: regular files beyond the limits of a container, or written since the last call ended.
+    truncated: whether there is more that cannot even be named.
+    """
+
+    links: Sequence[LinkEntry] = ()
+    paths: Sequence[str] = ()
+    truncated: bool = False
 
 
 class ContainerService(Protocol):
@@ -241,6 +256,16 @@ class ContainerService(Protocol):
         query: order, cursor and limit; None for all, oldest first.
 
         Raises NotFound, InvalidRequest if the cursor is unknown.
+        """
+        ...
+
+    async def find_unlisted_files(self, caller: Caller, container_id: str) -> UnlistedFiles:
+        """Find what `list_files` does not show of the container's sandbox; nothing if it has no sandbox now.
+
+        caller: owner of the container.
+        container_id: its id.
+
+        Raises NotFound, also if the container has expired, and ServiceUnavailable.
         """
         ...
 

@@ -1,7 +1,7 @@
 """File types: accepted extensions, signatures and media types.
 
 The extension of the name decides the type. If the first bytes identify the content, both must agree. docs/files.md
-states the rule.
+states the rule. Uploads of files and uploads into containers follow this one table.
 """
 
 from collections.abc import Callable, Iterable
@@ -65,6 +65,22 @@ def _is_tar(head: bytes) -> bool:
     )
 
 
+_is_gzip = _starts_with(b"\x1f\x8b")
+_is_sqlite = _starts_with(b"SQLite format 3\0")
+_is_arrow = _starts_with(b"ARROW1", b"FEA1")
+
+
+def _is_zstd(head: bytes) -> bool:
+    """A frame, or a skippable one before it."""
+    return head[:4] == b"\x28\xb5\x2f\xfd" or (
+        len(head) > 3 and head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5
+    )
+
+
+def _is_database(head: bytes) -> bool:
+    return not head or _is_sqlite(head)  # a database without a table is an empty file
+
+
 def _is_executable(head: bytes) -> bool:
     """ELF, Mach-O, WebAssembly or PE; text may begin with MZ, too."""
     return head.startswith(_EXECUTABLE_MAGIC) or (head[:2] == b"MZ" and b"\0" in head)
@@ -83,7 +99,7 @@ _SIGNATURES = (
     _is_executable,
     *_PICTURES.values(),
     _starts_with(b"%PDF-"),
-    _starts_with(b"\x1f\x8b"),
+    _is_gzip,
     _is_zip,
     _is_compound,
 )
@@ -116,6 +132,10 @@ def _is_pickle(head: bytes) -> bool:
     return not any(matches(head) for matches in _SIGNATURES)
 
 
+def _is_not_executable(head: bytes) -> bool:
+    return not _is_executable(head)
+
+
 def _matches_anything(head: bytes) -> bool:
     del head
     return True
@@ -138,7 +158,7 @@ _DEFAULT_TYPES: dict[str, FileType] = {
     **_text_types("text/x-java", "java"),
     **_text_types("text/javascript; charset=utf-8", "js", "mjs", "jsx"),
     **_text_types("application/json", "json"),
-    **_text_types("application/jsonl", "jsonl"),
+    **_text_types("application/jsonl", "jsonl", "ndjson"),
     **_text_types("text/x-kotlin", "kt"),
     **_text_types("text/markdown; charset=utf-8", "markdown", "md"),
     **_text_types("text/x-php", "php"),
@@ -155,37 +175,46 @@ _DEFAULT_TYPES: dict[str, FileType] = {
     **_text_types("text/tab-separated-values; charset=utf-8", "tsv"),
     **_text_types("application/xml", "xml"),
     **_text_types("application/yaml", "yaml", "yml"),
+    "arrow": FileType("application/vnd.apache.arrow.file", _is_arrow),
+    "bin": FileType(OCTET_STREAM, _is_not_executable),
+    "bz2": FileType("application/x-bzip2", _starts_with(b"BZh")),
+    "db": FileType("application/vnd.sqlite3", _is_database),
     "doc": FileType("application/msword", _is_old_office),
     "docx": FileType(f"{_OFFICE}wordprocessingml.document", _is_office),
+    "feather": FileType("application/vnd.apache.arrow.file", _is_arrow),
     "gif": FileType("image/gif", _is_gif),
+    "gz": FileType("application/gzip", _is_gzip),
     "jpeg": FileType("image/jpeg", _is_jpeg),
     "jpg": FileType("image/jpeg", _is_jpeg),
+    "npy": FileType(OCTET_STREAM, _starts_with(b"\x93NUMPY")),
+    "npz": FileType(OCTET_STREAM, _is_zip),
     "odt": FileType("application/vnd.oasis.opendocument.text", _is_zip),
+    "parquet": FileType("application/vnd.apache.parquet", _starts_with(b"PAR1", b"PARE")),
     "pdf": FileType("application/pdf", _is_pdf),
     "pkl": FileType(OCTET_STREAM, _is_pickle),
     "png": FileType("image/png", _is_png),
     "ppt": FileType("application/vnd.ms-powerpoint", _is_old_office),
     "pptx": FileType(f"{_OFFICE}presentationml.presentation", _is_office),
+    "sqlite": FileType("application/vnd.sqlite3", _is_database),
+    "sqlite3": FileType("application/vnd.sqlite3", _is_database),
     "tar": FileType("application/x-tar", _is_tar),
+    "tgz": FileType("application/gzip", _is_gzip),
     "webp": FileType("image/webp", _is_webp),
     "xls": FileType("application/vnd.ms-excel", _is_old_office),
     "xlsx": FileType(f"{_OFFICE}spreadsheetml.sheet", _is_office),
     "zip": FileType("application/zip", _is_zip),
+    "zst": FileType("application/zstd", _is_zstd),
 }
 # Further types that code may write or an operator may allow.
 _EXTRA_TYPES: dict[str, FileType] = {
-    "bz2": FileType("application/x-bzip2", _starts_with(b"BZh")),
-    "gz": FileType("application/gzip", _starts_with(b"\x1f\x8b")),
     "mp3": FileType("audio/mpeg", _matches_anything),
     "mp4": FileType("video/mp4", _matches_anything),
-    "npy": FileType(OCTET_STREAM, _starts_with(b"\x93NUMPY")),
-    "npz": FileType(OCTET_STREAM, _is_zip),
-    "parquet": FileType("application/vnd.apache.parquet", _starts_with(b"PAR1")),
-    "sqlite": FileType("application/vnd.sqlite3", _starts_with(b"SQLite format 3\0")),
-    "tgz": FileType("application/gzip", _starts_with(b"\x1f\x8b")),
     "wav": FileType("audio/wav", _starts_with(b"RIFF")),
 }
 _ALL_TYPES = _DEFAULT_TYPES | _EXTRA_TYPES
+
+# Types whose check accepts nearly everything.
+_UNDETECTABLE = frozenset({"bin", "mp3", "mp4", "pkl"})
 
 DEFAULT_ACCEPTED = frozenset(_DEFAULT_TYPES)
 """The extensions that are accepted by default."""
@@ -238,7 +267,7 @@ class UploadFileTypes:
             )
 
     def _detectable_extensions(self) -> Iterable[str]:
-        return (each for each in self._accepted if each in _ALL_TYPES and each not in ("pkl", "mp3", "mp4"))
+        return (each for each in self._accepted if each in _ALL_TYPES and each not in _UNDETECTABLE)
 
 
 def _unsupported_file_error(message: str, param: str) -> InvalidRequest:

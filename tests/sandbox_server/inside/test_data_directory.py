@@ -124,10 +124,23 @@ def test_walks_are_bounded(data: tuple[Path, int], monkeypatch: pytest.MonkeyPat
     here, fd = data
     for number in range(30):
         (here / f"f{number:02}").touch()
-    assert len(data_directory.list_files(fd)[0]) == 30
+    assert len(data_directory.list_files(fd).files) == 30
     monkeypatch.setattr(data_directory, "MAX_ENTRIES", 20)
-    found, cut = data_directory.list_files(fd)
+    found, cut, _ = data_directory.list_files(fd)
     assert (len(found), cut) == (20, True)
+
+
+def test_links_are_listed_and_not_followed(data: tuple[Path, int], tmp_path: Path) -> None:
+    here, fd = data
+    (here / "d").mkdir()
+    (here / "d" / "f").write_text("x")
+    for name, target in (("alias", "d"), ("d/up", "../d/f"), ("out", str(tmp_path)), ("dangling", "nowhere")):
+        (here / name).symlink_to(target)
+    os.symlink(b"\xff", os.fsencode(here / "binary"))
+    found, cut, links = data_directory.list_files(fd)
+    assert [item.path for item in found] == ["d/f"]
+    assert links == [("alias", "d"), ("d/up", "../d/f"), ("dangling", "nowhere"), ("out", str(tmp_path))]
+    assert cut, "the target that is not text"
 
 
 def test_names_of_the_server_count_for_the_bound(
@@ -138,10 +151,10 @@ def test_names_of_the_server_count_for_the_bound(
     (folder / "a").touch()
     for number in range(21):
         (folder / f".fumehood-{number}").hardlink_to(folder / "a")
-    found, cut = data_directory.list_files(fd)
+    found, cut, _ = data_directory.list_files(fd)
     assert ([item.path for item in found], cut) == (["a"], False)
     monkeypatch.setattr(data_directory, "MAX_ENTRIES", 20)
-    assert data_directory.list_files(fd)[1]
+    assert data_directory.list_files(fd).is_truncated
 
 
 def test_walks_stop_at_a_depth(data: tuple[Path, int]) -> None:
@@ -150,5 +163,5 @@ def test_walks_stop_at_a_depth(data: tuple[Path, int]) -> None:
     deep.mkdir(parents=True)
     (deep / "f").touch()
     (here / "top").touch()
-    found, cut = data_directory.list_files(fd)
+    found, cut, _ = data_directory.list_files(fd)
     assert ([item.path for item in found], cut) == (["top"], True)

@@ -14,9 +14,11 @@ from fumehood.gateway.routes.file_downloads import DownloadableFile, send_downlo
 from fumehood.gateway.routes.list_pages import make_page, parse_page_query
 from fumehood.gateway.routes.multipart_form import MultipartForm, is_multipart_form
 from fumehood.interfaces import Caller, ContainerService
+from fumehood.protocol.file_types import HEAD_BYTES, UploadFileTypes
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.container_objects import (
     DATA_DIRECTORY,
+    ContainerFilePage,
     ContainerFileRecord,
     ContainerSpec,
     CreateContainer,
@@ -83,7 +85,8 @@ class ContainerRoutes:
 class ContainerFileRoutes:
     """Handlers of /v1/containers/{container_id}/files.
 
-    max_file_bytes: size limit of an uploaded file.
+    max_file_bytes: size limit of an uploaded file. accepted_types: of uploaded files; members of archives may be of any
+    type.
     """
 
     def __init__(
@@ -92,11 +95,13 @@ class ContainerFileRoutes:
         limits: RequestLimiter,
         metrics: GatewayMetrics,
         max_file_bytes: int,
+        accepted_types: UploadFileTypes,
     ) -> None:
         self._containers = containers
         self._limits = limits
         self._metrics = metrics
         self._max_file_bytes = max_file_bytes
+        self._accepted_types = accepted_types
 
     async def create(self, exchange: GatewayExchange, caller: Caller) -> None:
         self._limits.count_request(caller, exchange.extra_headers)
@@ -128,7 +133,8 @@ class ContainerFileRoutes:
         unpack = _parse_unpack(form)
         async with aclosing(_iter_content(form, unpack=unpack)) as content:
             if not unpack:
-                record = await self._containers.write_file(caller, container_id, name, content)
+                async with aclosing(_check_type(name, content, self._accepted_types)) as checked:
+                    record = await self._containers.write_file(caller, container_id, name, checked)
                 self._metrics.record_upload(record.bytes)
                 await exchange.respond_json(to_container_file_object(record))
                 return
@@ -143,9 +149,21 @@ class ContainerFileRoutes:
 
     async def list(self, exchange: GatewayExchange, caller: Caller) -> None:
         query = parse_page_query(exchange)
-        found = await self._containers.list_files(caller, exchange.path_parameters["container_id"], query)
+        with_unlisted = _parse_boolean(exchange.query_parameter("unlisted") or "", "unlisted")
+        container_id = exchange.path_parameters["container_id"]
+        found = await self._containers.list_files(caller, container_id, query)
+        page = make_page(query, found, lambda record: Raw(encode_json(to_container_file_object(record))))
+        if not with_unlisted:
+            await exchange.respond_json(page)
+            return
+        others = await self._containers.find_unlisted_files(caller, container_id)
         await exchange.respond_json(
-            make_page(query, found, lambda record: Raw(encode_json(to_container_file_object(record))))
+            ContainerFilePage(
+                **msgspec.structs.asdict(page),
+                links=list(others.links),
+                unlisted=list(others.paths),
+                truncated=others.truncated,
+            )
         )
 
     async def get(self, exchange: GatewayExchange, caller: Caller) -> None:
@@ -193,9 +211,13 @@ def _parse_spec(body: CreateContainer) -> ContainerSpec:
 
 
 def _parse_unpack(form: MultipartForm) -> bool:
-    value = form.fields.get("unpack", "").strip().lower()
+    return _parse_boolean(form.fields.get("unpack", ""), "unpack")
+
+
+def _parse_boolean(text: str, param: str) -> bool:
+    value = text.strip().lower()
     if value not in _BOOLEANS:
-        raise InvalidRequest("'unpack' must be 'true' or 'false'.", param="unpack", code="invalid_value")
+        raise InvalidRequest(f"'{param}' must be 'true' or 'false'.", param=param, code="invalid_value")
     return _BOOLEANS[value]
 
 
@@ -206,6 +228,26 @@ async def _iter_content(form: MultipartForm, *, unpack: bool) -> AsyncGenerator[
             yield chunk
     if _parse_unpack(form) != unpack:
         raise InvalidRequest("'unpack' must precede the file.", param="unpack", code="invalid_value")
+
+
+async def _check_type(
+    name: str, content: AsyncGenerator[bytes], types: UploadFileTypes
+) -> AsyncGenerator[bytes]:
+    """Pass the content on once its beginning has been checked. Raises InvalidRequest."""
+    head: bytearray | None = bytearray()
+    async for chunk in content:
+        if head is None:
+            yield chunk
+            continue
+        head += chunk
+        if len(head) >= HEAD_BYTES:
+            types.check(name, bytes(head[:HEAD_BYTES]))
+            yield bytes(head)
+            head = None
+    if head is not None:
+        types.check(name, bytes(head))
+        if head:
+            yield bytes(head)
 
 
 def _detect_archive_format(name: str) -> ArchiveFormat:

@@ -8,8 +8,10 @@ from msgspec import UNSET, Raw, UnsetType
 
 from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.openai.responses import ListPage
 from fumehood.protocol.sandbox.sandbox_messages import (
     MEMORY_TIERS,
+    LinkEntry,
     MemoryTier,
     NetworkAllowlist,
     NetworkDisabled,
@@ -155,6 +157,18 @@ class UnpackedFilesObject(ContainerFileObject, frozen=True, kw_only=True):
     """The files of an unpacked archive: the first one in OpenAI's form, and all of them."""
 
     unpacked: list[ContainerFileObject] = msgspec.field(name="fumehood:unpacked")
+
+
+class ContainerFilePage(ListPage, frozen=True, kw_only=True):
+    """A page of files, with what no page lists. All paths are relative to /mnt/data.
+
+    links: symbolic links. unlisted: files beyond the limits, or written since the last call. truncated: whether there
+    is more that cannot be named.
+    """
+
+    links: list[LinkEntry] = msgspec.field(name="fumehood:links")
+    unlisted: list[str] = msgspec.field(name="fumehood:unlisted")
+    truncated: bool = msgspec.field(name="fumehood:truncated")
 
 
 def to_container_object(record: ContainerRecord) -> ContainerObject:

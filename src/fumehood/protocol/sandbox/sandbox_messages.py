@@ -229,12 +229,20 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     executable: bool = False
 
 
+class LinkEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A symbolic link under /mnt/data; both fields come from untrusted code, and nothing follows it."""
+
+    path: str
+    target: str
+
+
 class FileListing(msgspec.Struct, frozen=True, kw_only=True):
     """Files below /mnt/data, sorted by path.
 
     mark: the snapshot token of this state; the next listing can return only what changed since.
     complete: whether `files` is everything; otherwise it and `deleted` are the changes since the token.
     truncated: whether some are omitted: too many, too deep, or with names that are not text.
+    links: all symbolic links, sorted by path, also if `complete` is false.
     """
 
     files: list[FileEntry]
@@ -242,6 +250,7 @@ class FileListing(msgspec.Struct, frozen=True, kw_only=True):
     deleted: list[str] = []
     complete: bool = True
     truncated: bool = False
+    links: list[LinkEntry] = []
 
 
 type ArchiveFormat = Literal["zip", "tar", "tar.gz", "tar.zst"]

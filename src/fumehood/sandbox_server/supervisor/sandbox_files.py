@@ -28,6 +28,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     ArchiveFormat,
     FileEntry,
     FileListing,
+    LinkEntry,
     UnpackSummary,
     WriteFilesSummary,
 )
@@ -47,7 +48,6 @@ _MAX_REASON_CHARACTERS = 500
 _MAX_DISCARDED_ENTRIES = data_directory.MAX_ENTRIES * 4
 
 # Aliases, because `list` in annotations of the class below would be its method.
-type _WalkResult = tuple[list[data_directory.FileStat], bool]
 type _HelperAnswer = tuple[dict[str, Any], list[int]]
 
 
@@ -170,8 +170,10 @@ class SandboxFiles:
     # ---- reading ----------------------------------------------------------------------------------------------
 
     async def list(self, since: str | None = None) -> FileListing:
-        """Regular files below the data directory; with a known snapshot token, what changed since."""
-        found, cut = await self._walk()
+        """Regular files below the data directory; with a known snapshot token, what changed since. Links are always all
+        of them.
+        """
+        found, cut, links = await self._walk()
         before = None if since is None or cut else self._snapshots.get(since)
         # A truncated listing is no base for a later comparison.
         token = secrets.token_hex(12) if cut else self._snapshots.add(found)
@@ -184,12 +186,14 @@ class SandboxFiles:
             deleted=deleted,
             complete=before is None,
             truncated=cut,
+            links=[LinkEntry(path=path, target=target) for path, target in links],
         )
 
-    async def _walk(self) -> _WalkResult:
+    async def _walk(self) -> data_directory.DirectoryListing:
         if not self._reads_directly:
             answer, opened = await self._run_helper({"op": "list"})
-            return await asyncio.to_thread(_read_listing, opened.pop()), bool(answer["truncated"])
+            files, links = await asyncio.to_thread(_read_listing, opened.pop())
+            return data_directory.DirectoryListing(files, bool(answer["truncated"]), links)
         async with self._tasks:
             # A duplicate: if the sandbox ends meanwhile, the number may be reused for another sandbox.
             data = os.dup(self._require_data_fd())
@@ -460,10 +464,11 @@ def _call_and_close[T](function: Callable[..., T], fd: int, *arguments: Any) -> 
         os.close(fd)
 
 
-def _read_listing(fd: int) -> list[data_directory.FileStat]:
+def _read_listing(fd: int) -> tuple[list[data_directory.FileStat], list[tuple[str, str]]]:
     with os.fdopen(fd, "rb") as listing:
         listing.seek(0)
-        return [data_directory.FileStat(*row) for row in json.load(listing)]
+        files, links = json.load(listing)
+        return [data_directory.FileStat(*row) for row in files], [(path, target) for path, target in links]
 
 
 def to_printable(name: str, limit: int = 200) -> str:

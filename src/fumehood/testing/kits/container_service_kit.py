@@ -270,6 +270,9 @@ class ContainerFilesKit:
         container = await subject.open_container()
         found = await subject.run_and_collect(container, "writes hidden and temporary files")
         assert list(found) == [".hidden"]
+        listed = ["__pycache__/x.pyc", "backup~", "half.tmp", ".hidden"]
+        assert sorted(await subject.list_paths(container.id)) == sorted(listed)
+        assert not (await subject.containers.find_unlisted_files(SOMEBODY, container.id)).paths
 
     async def test_what_is_saved_is_a_file_of_the_container(self, subject: ContainerSubject) -> None:
         container = await subject.open_container()

@@ -1,18 +1,23 @@
 """Containers of the provider, and their files."""
 
 import io
-from collections.abc import Callable
+import posixpath
+import tarfile
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
 
 from fumehood.client.adapters.openai.config import ContainerConfig, check_client
 from fumehood.client.adapters.openai.container_errors import ContainerGoneError, build_container_error
 from fumehood.client.adapters.openai.responses_client import is_fumehood_gateway, send_with_retry
 from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
-from fumehood.client.errors import PromptEvaluationError
+from fumehood.client.errors import PromptEvaluationError, PromptValidationError
+from fumehood.client.filesystem import normalize_path
 from fumehood.client.parallel import WorkerCancellation
 from fumehood.client.throttle import ThrottlePolicy
 from fumehood.client.type_validation import check_arguments
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
 
 WORKING_DIRECTORY = "/mnt/data/"
 ARCHIVE_NAME = "workspace.tar"
+_UNPACK_FIELDS = {"unpack": "true"}
 _DELETE_TIMEOUT_SECONDS = 5
 
 # File types that OpenAI documents for the code interpreter.
@@ -43,8 +49,35 @@ class ContainerFileEntry:
     source: str
 
 
+class ContainerLink(msgspec.Struct, frozen=True):
+    """A symbolic link. path: relative to the container's working directory. target: as code has written it."""
+
+    path: str
+    target: str
+
+    @property
+    def destination(self) -> str:
+        """The path that it leads to, relative to the working directory. Raises WorkspaceSecurityError if outside."""
+        start = WORKING_DIRECTORY + posixpath.dirname(self.path)
+        absolute = posixpath.normpath(posixpath.join(start, self.target))
+        relative = absolute.removeprefix(WORKING_DIRECTORY)
+        return normalize_path("." if absolute == WORKING_DIRECTORY.rstrip("/") else relative)
+
+
+class UnlistedContainerFiles(msgspec.Struct, frozen=True):
+    """What a container has besides its listed files.
+
+    links: symbolic links. paths: files beyond the limits of a container, or written since the last call. truncated:
+    whether there is more that cannot be named.
+    """
+
+    links: list[ContainerLink] = msgspec.field(name="fumehood:links", default_factory=list[ContainerLink])
+    paths: list[str] = msgspec.field(name="fumehood:unlisted", default_factory=list[str])
+    truncated: bool = msgspec.field(name="fumehood:truncated", default=False)
+
+
 def check_upload(name: str, content: bytes) -> None:
-    """Raise PromptValidationError unless the code interpreter accepts such a file."""
+    """Raise PromptValidationError unless OpenAI's code interpreter accepts such a file."""
     extension = name.rpartition(".")[2].lower() if "." in name.rpartition("/")[2] else ""
     known = extension in UPLOAD_TYPES or (not extension and _is_text(content))
     require(
@@ -120,21 +153,53 @@ class ContainerManager:
             self._sdk.containers.delete(container_id, timeout=_DELETE_TIMEOUT_SECONDS)
 
     def upload(self, container_id: str, path: str, content: bytes) -> ContainerFileEntry:
-        """Upload a file, after a check of its type."""
-        check_upload(path, content)
-        return self.upload_unchecked(container_id, path, content)
+        """Upload a file of a type that the server accepts; else raise PromptValidationError.
+
+        A fumehood gateway says which types these are; for other servers the list of OpenAI's documentation counts.
+        """
+        if not is_fumehood_gateway(self.client, deadline=self._deadline):
+            check_upload(path, content)
+        try:
+            return self._upload(container_id, path, content)
+        except PromptEvaluationError as error:
+            if _is_unsupported_file(error):
+                message = f"{path!r} cannot be uploaded. {error.message}"
+                raise PromptValidationError(message, provider_payload=error.provider_payload) from error
+            raise
 
     def upload_unchecked(self, container_id: str, path: str, content: bytes) -> ContainerFileEntry:
-        """As `upload`, without a check of the type: for files that the user did not choose, such as files written by
-        code.
+        """As `upload`, of any type: for files that the user did not choose, such as files written by code.
 
         The server chooses the path: OpenAI prepends a prefix to the name.
         """
+        try:
+            return self._upload(container_id, path, content)
+        except PromptEvaluationError as error:
+            if _is_unsupported_file(error) and is_fumehood_gateway(self.client, deadline=self._deadline):
+                return self._upload_archived(container_id, path, content)
+            raise
+
+    def _upload(self, container_id: str, path: str, content: bytes) -> ContainerFileEntry:
         make = self._sdk.containers.files.create
         return self._send_to_container(
             container_id,
             lambda more: _read_entry(make(container_id, file=(path, io.BytesIO(content)), **more)),
         )
+
+    def _upload_archived(self, container_id: str, path: str, content: bytes) -> ContainerFileEntry:
+        """Upload a file as the member of an archive that the gateway unpacks; members may be of any type."""
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            member = tarfile.TarInfo(path)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+        make = self._sdk.containers.files.create
+
+        def send(more: dict[str, Any]) -> ContainerFileEntry:
+            file = (ARCHIVE_NAME, io.BytesIO(packed.getvalue()))
+            return _read_entry(make(container_id, file=file, extra_body=_UNPACK_FIELDS, **more))
+
+        return self._send_to_container(container_id, send)
 
     def attach(self, container_id: str, file_id: str) -> ContainerFileEntry:
         """Attach a file that was uploaded to the provider before."""
@@ -148,7 +213,7 @@ class ContainerManager:
         unpack.
         """
         unpacks = is_fumehood_gateway(self.client, deadline=self._deadline)
-        fields: dict[str, Any] = {"extra_body": {"unpack": "true"}} if unpacks else {}
+        fields: dict[str, Any] = {"extra_body": _UNPACK_FIELDS} if unpacks else {}
 
         def send(more: dict[str, Any]) -> ContainerFileEntry:
             with archive.open("rb") as file:
@@ -165,6 +230,16 @@ class ContainerManager:
             container_id,
             lambda more: [_read_entry(one) for one in listed(container_id, limit=100, order="asc", **more)],
         )
+
+    def find_unlisted_files(self, container_id: str) -> UnlistedContainerFiles:
+        """Return what `list_files` does not show; only a fumehood gateway can tell."""
+        if not is_fumehood_gateway(self.client, deadline=self._deadline):
+            return UnlistedContainerFiles()
+        listed = self._sdk.containers.files.with_raw_response.list
+        answer = self._send_to_container(
+            container_id, lambda more: listed(container_id, limit=1, extra_query={"unlisted": "true"}, **more)
+        )
+        return msgspec.json.decode(answer.content, type=UnlistedContainerFiles)
 
     def read_file(self, container_id: str, file_id: str) -> bytes:
         load = self._sdk.containers.files.content.retrieve
@@ -201,6 +276,13 @@ class ContainerManager:
             if self.is_alive(container_id):
                 raise FileNotFoundError(str(error)) from error
             raise build_container_error(container_id, error, "its files are gone") from error
+
+
+def _is_unsupported_file(error: PromptEvaluationError) -> bool:
+    payload = error.provider_payload
+    return (
+        isinstance(payload, Mapping) and cast(Mapping[str, object], payload).get("code") == "unsupported_file"
+    )
 
 
 def _read_entry(found: Any) -> ContainerFileEntry:

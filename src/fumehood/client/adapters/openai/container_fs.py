@@ -2,14 +2,14 @@
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fumehood.client.adapters.openai.config import ContainerConfig, check_client
-from fumehood.client.adapters.openai.container import ContainerFileEntry, ContainerManager
+from fumehood.client.adapters.openai.container import ContainerFileEntry, ContainerLink, ContainerManager
 from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import (
@@ -173,8 +173,9 @@ class ContainerFilesystem(ListingFilesystem):
             self._mirror.delete(normalized)
 
     def download_all(self, dest: Path) -> None:
-        """Download all files to a local directory in parallel. Names that would leave it are skipped.
+        """Download all files to a local directory in parallel, then create the symbolic links among them.
 
+        Names that would leave the directory are skipped, and links that lead out of it; a warning names them.
         Raises OSError if this machine cannot store some of the files; all others are there then. Any other error ends
         it at once; some files may be missing then, but none is partial.
         """
@@ -277,7 +278,7 @@ class ContainerFilesystem(ListingFilesystem):
             try:
                 found[self._uploaded_paths.get(file.id) or normalize_path(file.path)] = file.id
             except WorkspaceSecurityError:  # code can use any names; these are not valid paths here
-                continue
+                _log.warning("The file %.200r has a name that is no path here; it is left out.", file.path)
         return found
 
     def _locate(self, container_id: str, path: str) -> tuple[str, str | None]:
@@ -320,4 +321,31 @@ class ContainerFilesystem(ListingFilesystem):
             return None
 
         errors = run_parallel(bring, paths, token, max_workers=_MAX_DOWNLOADS, name="fumehood download")
-        return [(path, error) for path, error in zip(paths, errors, strict=True) if error is not None]
+        failed = [(path, error) for path, error in zip(paths, errors, strict=True) if error is not None]
+        others = manager.find_unlisted_files(container_id)
+        missing = OSError("the container does not list it: too many files, or written after the last call")
+        failed += [(path, missing) for path in others.paths]
+        if others.truncated:
+            failed.append(("(without a name)", missing))
+        # Links last, so that no file is written through one.
+        return [*failed, *_create_links(others.links, target)]
+
+
+def _create_links(links: Sequence[ContainerLink], target: HostFilesystem) -> list[tuple[str, OSError]]:
+    """Create symbolic links in a local directory; return those that failed."""
+    failed: list[tuple[str, OSError]] = []
+    outside: list[str] = []
+    for link in links:
+        try:
+            target.link(link.path, link.destination)
+        except WorkspaceSecurityError:
+            outside.append(link.path)
+        except OSError as error:
+            failed.append((link.path, error))
+    if outside:
+        _log.warning(
+            "%d link(s) lead out of the workspace and were not brought back, among them %.200r.",
+            len(outside),
+            outside[0],
+        )
+    return failed

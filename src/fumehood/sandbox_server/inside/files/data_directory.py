@@ -9,6 +9,7 @@ import errno
 import os
 import stat
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fumehood.sandbox_server.inside import syscalls
 
@@ -89,8 +90,20 @@ def open_regular_file(data_fd: int, path: str) -> int:
     return fd
 
 
-def list_files(data_fd: int) -> tuple[list[FileStat], bool]:
-    """Return the regular files, sorted by path, and whether some are missing: too many, too deep, or not UTF-8.
+class DirectoryListing(NamedTuple):
+    """Regular files and symbolic links, each sorted by path.
+
+    is_truncated: whether some are missing: too many, too deep, or not UTF-8. links: path and target of each; a link is
+    never followed.
+    """
+
+    files: list[FileStat]
+    is_truncated: bool
+    links: list[tuple[str, str]]
+
+
+def list_files(data_fd: int) -> DirectoryListing:
+    """List everything below the data directory.
 
     The walk uses descriptors: a directory that is moved or replaced meanwhile does not lead outside.
     """
@@ -103,20 +116,22 @@ def list_files(data_fd: int) -> tuple[list[FileStat], bool]:
             os.scandir(directory) as entries,
         ):
             for entry in entries:
-                if not walk.add_entry(prefix, entry):
+                if not walk.add_entry(prefix, entry, directory):
                     break
-    return sorted(walk.files, key=lambda file: file.path), walk.is_incomplete
+    files = sorted(walk.files, key=lambda file: file.path)
+    return DirectoryListing(files, walk.is_incomplete, sorted(walk.links))
 
 
 class _DirectoryWalk:
     def __init__(self) -> None:
         self.files: list[FileStat] = []
+        self.links: list[tuple[str, str]] = []
         self.pending = [""]
         self.is_incomplete = self.is_full = False
         self._entries = self._name_bytes = 0
 
-    def add_entry(self, prefix: str, entry: os.DirEntry[str]) -> bool:
-        """Add an entry; returns False once the listing is full."""
+    def add_entry(self, prefix: str, entry: os.DirEntry[str], directory: int) -> bool:
+        """Add an entry of a directory; returns False once the listing is full."""
         path = f"{prefix}{entry.name}"
         self._entries += 1
         self._name_bytes += len(path)
@@ -135,7 +150,18 @@ class _DirectoryWalk:
         elif entry.is_file(follow_symlinks=False):
             with contextlib.suppress(FileNotFoundError):  # removed since it was listed
                 self.files.append(FileStat.from_stat(path, entry.stat(follow_symlinks=False)))
+        elif entry.is_symlink():
+            self._add_link(path, entry.name, directory)
         return True
+
+    def _add_link(self, path: str, name: str, directory: int) -> None:
+        with contextlib.suppress(OSError):  # removed or replaced since it was listed
+            target = os.readlink(name, dir_fd=directory)
+            self._name_bytes += len(target)
+            if _is_utf8(target):
+                self.links.append((path, target))
+            else:
+                self.is_incomplete = True
 
 
 def _is_utf8(name: str) -> bool:

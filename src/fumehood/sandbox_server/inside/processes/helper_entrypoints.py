@@ -150,12 +150,12 @@ class _FileTask:
 
     def _list_files(self) -> dict[str, Any]:
         """Put the listing into a memory file: it can be longer than a packet."""
-        files, is_truncated = data_directory.list_files(self._data_fd)
+        found = data_directory.list_files(self._data_fd)
         listing = os.memfd_create("listing")
         with os.fdopen(os.dup(listing), "wb") as target:
-            target.write(json.dumps([astuple(file) for file in files]).encode())
+            target.write(json.dumps([[astuple(file) for file in found.files], found.links]).encode())
         self._opened_fds.append(listing)
-        return {"truncated": is_truncated}
+        return {"truncated": found.is_truncated}
 
 
 def run_package_helper(supervisor_socket: socket.socket, mount_namespaces: list[int]) -> NoReturn:
