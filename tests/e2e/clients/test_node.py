@@ -91,6 +91,22 @@ def test_a_call_that_fails_by_the_helper_of_the_sdk(gateway: RunningGateway, pac
     assert told["done"] == told["final"] == "failed"
 
 
+@pytest.mark.parametrize("package", ["openai", "openai-next"])
+def test_tools_of_the_client_by_the_helper_of_the_sdk(gateway: RunningGateway, package: str) -> None:
+    """It throws at events that it has no case for, those of commands and patches among them."""
+    patch = {"type": "create_file", "path": "a.txt", "diff": "+one\n"}
+    gateway.model.script(
+        tool_calls(
+            tool_call("shell", {"commands": ["ls"]}),
+            tool_call("apply_patch", patch, call_id="call_2", index=1),
+        )
+    )
+    told = json.loads(npm.node(npm.HERE / "client-tools.mjs", package, gateway.process.url))
+    assert "error" not in told
+    assert told["output"] == [["ls"], patch]
+    assert told["types"][-1] == "response.completed"
+
+
 @pytest.mark.parametrize("client", FAILING, ids="-".join)
 def test_a_model_server_that_breaks(gateway: RunningGateway, client: tuple[str, ...]) -> None:
     gateway.model.script(*client_conversation.broken_connection())

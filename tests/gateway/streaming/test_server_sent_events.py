@@ -13,7 +13,7 @@ from fumehood.gateway.streaming.event_sender import CLIENT_DISCONNECTED
 from fumehood.protocol.openai.api_errors import InternalServerError
 from fumehood.protocol.openai.response_projection import INCLUDE_CODE_OUTPUTS, INCLUDE_EXECUTION
 from fumehood.protocol.openai.responses import Response
-from fumehood.protocol.openai.stream_events import StreamEvent
+from fumehood.protocol.openai.stream_events import ShellCallCommandDelta, StreamEvent
 from tests.support.scripted_gateway import ScriptedGateway, code_events, run_gateway, text_events
 from tests.support.sse_parsing import parse_events, read_body, read_head
 
@@ -57,6 +57,23 @@ async def test_events_that_are_there_share_a_write_and_none_is_split(gateway: Sc
     assert [write.count(b"event: ") for write in writes] == [2, 148, 58]
     assert all(write.endswith(b"\n\n") for write in writes)
     assert len(parse_events(b"".join(writes))) == 208
+
+
+async def test_a_helper_that_throws_gets_no_parts_of_commands(gateway: ScriptedGateway) -> None:
+    """`responses.stream()` of openai-node: a write of nothing but such parts would end the stream."""
+
+    def script(response: Response) -> list[list[StreamEvent]]:
+        *begin, last = text_events(response)
+        part = ShellCallCommandDelta(output_index=0, command_index=0, delta="ls")
+        return [begin[:4], [part], [*begin[4:], part], [part], [last]]
+
+    gateway.runs.script = script
+    helper = {"x-stainless-helper-method": "stream", "x-stainless-lang": "js"}
+    answers = [await gateway.create_response(stream=True, headers=headers) for headers in (helper, None)]
+    less, all_events = [[name for name, _ in parse_events(answer.body)] for answer in answers]
+    assert all_events.count("response.shell_call_command.delta") == 3
+    assert less == [name for name in all_events if name != "response.shell_call_command.delta"]
+    assert less[-1] == "response.completed"
 
 
 # --- include ------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from fumehood.protocol.openai.api_errors import (
     InternalServerError,
     to_error_detail,
 )
+from fumehood.protocol.openai.response_projection import ONLY_OPENAI_EVENTS, UNHANDLED_EVENTS
 from fumehood.protocol.openai.responses import Response, ResponseError
 from fumehood.protocol.openai.stream_events import (
     CodeInterpreterCallFailed,
@@ -92,6 +93,7 @@ class EventSender:
         self._run = run
         self._include = include
         self._encoder = encoder
+        self._leaves_out_parts = ONLY_OPENAI_EVENTS in include
         self._unsent: Sequence[StreamEvent] = ()  # read, but too large for the last write
         self._last_number = -1  # sequence number of the last event sent
         self._first_response: Response | None = None  # the response of the first event
@@ -142,6 +144,10 @@ class EventSender:
             if self._reader.is_exhausted:
                 self._abort(InternalServerError("The run ended without a response."))
             return
+        if self._leaves_out_parts:
+            events = [event for event in events if not isinstance(event, UNHANDLED_EVENTS)]
+            if not events:
+                return
         body, number = self._encoder.encode_batch(events, self._include, _MAX_WRITE_BYTES)
         if self._first_response is None and isinstance(events[0], ResponseEvent):
             self._first_response = events[0].response

@@ -16,6 +16,8 @@ from fumehood.protocol.openai.items import (
 )
 from fumehood.protocol.openai.responses import Response
 from fumehood.protocol.openai.stream_events import (
+    ApplyPatchDiffDelta,
+    ApplyPatchDiffDone,
     CodeInterpreterCallCompleted,
     CodeInterpreterCallFailed,
     ContentPartDone,
@@ -23,6 +25,9 @@ from fumehood.protocol.openai.stream_events import (
     OutputTextDelta,
     OutputTextDone,
     ResponseEvent,
+    ShellCallOutputDelta,
+    ShellCallOutputDone,
+    ShellCommandEvent,
     StreamEvent,
 )
 
@@ -33,6 +38,15 @@ INCLUDE_EXECUTION = "fumehood:execution"
 INCLUDE_IMAGE_URLS = "message.input_image.image_url"
 ONLY_OPENAI_EVENTS = "fumehood:openais_events"
 """Set by the gateway for clients that fail on events unknown to OpenAI; clients cannot ask for it."""
+
+UNHANDLED_EVENTS = (
+    ShellCommandEvent,
+    ShellCallOutputDelta,
+    ShellCallOutputDone,
+    ApplyPatchDiffDelta,
+    ApplyPatchDiffDone,
+)
+"""Events of OpenAI's at which such clients fail, too. Nothing is lost without them: the items contain it all."""
 
 INCLUDE_VALUES = frozenset(
     {
