@@ -44,6 +44,8 @@ from tests.client.conftest import OpenAIStandIn
 from tests.support.client_prompts import HOSTED, PATIENT, Query, code_call, function_call, prompt, query_tool
 from tests.support.openai_server import Reply, error, message, response
 
+ALL_MODES = True
+
 SECRET = "the-word-that-nobody-may-see"
 QUERY = response(function_call("c1", '{"sql": "x"}'))
 DONE = response(message("done"))
@@ -312,6 +314,10 @@ def test_a_rejected_request_ends_its_spans_without_the_message(recorded: Telemet
     assert not any(SECRET in span.to_json() for span in (evaluation, chat))
 
 
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, which would also end the event loop."""
+
+
 def test_whatever_ends_an_evaluation_ends_its_spans(recorded: TelemetryRecorder) -> None:
     start = Deadline.after(0).expires_at
     now = [start]
@@ -319,13 +325,13 @@ def test_whatever_ends_an_evaluation_ends_its_spans(recorded: TelemetryRecorder)
     def late(params: Query, *, context: ToolContext) -> ToolResult[Query]:
         now[0] = start.replace(year=start.year + 1)
         if params.sql == "interrupt":
-            raise KeyboardInterrupt
+            raise Interrupted
         assert context.deadline is not None
         context.deadline.check("the rest of it")
         return ToolResult.ok(params)
 
     slow = prompt(Tool[Query, Query](name="slow", description="Slow.", handler=late))
-    for sql, raised in (("wait", DeadlineExceededError), ("interrupt", KeyboardInterrupt)):
+    for sql, raised in (("wait", DeadlineExceededError), ("interrupt", Interrupted)):
         now[0] = start
         deadline = Deadline(start.replace(month=12, day=31, hour=23), clock=lambda: now[0])
         call = function_call("c1", json.dumps({"sql": sql}), "slow")

@@ -32,6 +32,16 @@ from tests.support.code_word_model_server import CodeWordModel
 from tests.support.gateway_process import code_call, reasoning_answer, text_answer
 from tests.support.openai_server import Reply, error, message, response
 
+ALL_MODES = {
+    "test_a_compacted_conversation_is_replayed_and_continues_in_another_process",
+    "test_a_long_turn_is_compacted_between_requests_and_keeps_its_prompt",
+    "test_a_failed_compaction_leaves_everything_as_it_was",
+    "test_a_compaction_ends_by_the_deadline",
+    "test_requests_ask_for_no_storage_in_zdr_mode",
+    "test_a_window_that_stays_large_is_not_compacted_every_time",
+    "test_the_tokens_of_several_calls_are_not_counted_as_one_window",
+}
+
 THRESHOLD = 2500
 
 

@@ -38,6 +38,14 @@ from tests.client.conftest import CreateWorkspace, OpenAIStandIn
 from tests.support.client_prompts import HOSTED, function_call, prompt
 from tests.support.openai_server import Reply, error, message, response
 
+ALL_MODES = {
+    "test_a_container_that_a_tool_has_renewed_is_not_created_again",
+    "test_a_deadline_includes_the_upload",
+    "test_a_workspace_after_cleanup_is_rejected",
+    "test_the_error_of_an_unreachable_provider_names_it",
+    "test_a_model_name_with_container_is_no_expired_container",
+}
+
 QUICK = ThrottlePolicy(base_delay=0)
 
 

@@ -21,10 +21,11 @@ from fumehood.client.adapters.openai import (
     OpenAIContainerWorkspaceSection,
 )
 from fumehood.client.prompt import AnyTool, NoParams
-from tests.client.conftest import GatewayServer
-from tests.e2e.conftest import make_client, make_settings
+from tests.client.conftest import GatewayServer, connect_gateway
+from tests.e2e.conftest import make_settings
 from tests.support import gateway_process, shifted_clock_gateway
 from tests.support.client_prompts import HOSTED, listen, prompt
+from tests.support.evaluation_modes import EventLoopThread
 from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer, tool_call, tool_calls
 
 LOOKS = "import os; print(*sorted(os.path.join(a, f) for a, _, fs in os.walk('.') for f in fs))"
@@ -44,7 +45,9 @@ class LateGateway:
 
 
 @pytest.fixture(scope="module")
-def late_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LateGateway]:
+def late_gateway(
+    tmp_path_factory: pytest.TempPathFactory, event_loop_thread: EventLoopThread
+) -> Iterator[LateGateway]:
     directory = tmp_path_factory.mktemp("late_gateway")
     clock = directory / "clock"
     clock.write_text("0")
@@ -54,9 +57,9 @@ def late_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LateGatew
         gateway_process.run_gateway(
             directory, make_settings(model), {"LATE_BY": str(clock)}, program
         ) as running,
-        make_client(running) as client,
+        connect_gateway(running, model, event_loop_thread) as server,
     ):
-        yield LateGateway(GatewayServer(running, model, client), clock)
+        yield LateGateway(server, clock)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from fumehood.client.adapters.openai.compaction import LastModel
 from tests.client.conftest import GatewayServer, OpenAIStandIn
 from tests.client.test_attachments import PNG
 from tests.support import gateway_process
-from tests.support.client_prompts import listen
+from tests.support.client_prompts import function_call, listen
 from tests.support.gateway_process import code_call, text_answer, tool_call, tool_calls
 from tests.support.openai_server import message, response
 from tests.support.otlp_receiver import OtlpReceiver
@@ -143,6 +143,31 @@ def test_telemetry(
         spans = receiver.trace(trace, 2)
     assert [span.name for _, span in spans] == ["invoke_agent hello", "chat gpt-4.1"]
     assert capsys.readouterr().out == "Hello.\n"
+
+
+@dataclass(frozen=True)
+class Query:
+    sql: str
+
+
+@dataclass(frozen=True)
+class Rows:
+    rows: list[str]
+
+
+def test_async(run: Run, openai_environment: OpenAIStandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    openai_environment.server.script(
+        response(function_call("c1", '{"sql": "count"}', "look_up")), response(message("One."))
+    )
+    run("async", Query=Query, Rows=Rows)
+    assert capsys.readouterr().out == "One.\n"
+    assert openai_environment.server.asked[1]["input"][-1]["output"].endswith('{"rows":["count"]}}')
+
+
+def test_stream(run: Run, gateway: GatewayServer, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.model.script(code_call("print(6 * 7)"), text_answer("It is 42."))
+    run("stream")
+    assert capsys.readouterr().out == "print(6 * 7)42\nIt is 42.36\n"
 
 
 def test_mounts(run: Run) -> None:

@@ -7,6 +7,7 @@ import logging
 import operator
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from time import monotonic
 from typing import Any, cast
@@ -61,6 +62,8 @@ from tests.support.client_prompts import (
     typed,
 )
 from tests.support.openai_server import Reply, error, message, response
+
+ALL_MODES = True
 
 # --- events, limits, ends -----------------------------------------------------------------------------
 
@@ -370,7 +373,7 @@ _CHANGES = st.tuples(st.sampled_from([*iter_paths(_WHOLE)]), st.sampled_from(_JU
 @settings(max_examples=60, deadline=None)
 @given(st.lists(_CHANGES, min_size=1, max_size=3))
 def test_a_malformed_response_is_read_as_far_as_it_goes_or_refused(
-    shared_stand_in: OpenAIStandIn, changes: list[tuple[tuple[Any, ...], Any]]
+    shared_stand_in: OpenAIStandIn, evaluation_mode: str, changes: list[tuple[tuple[Any, ...], Any]]
 ) -> None:
     """Nothing that a provider sends ends in an error that is not ours."""
     body = json.loads(json.dumps(_WHOLE))
@@ -380,8 +383,9 @@ def test_a_malformed_response_is_read_as_far_as_it_goes_or_refused(
             inner[path[-1]] = junk
     shared_stand_in.server.script(Reply(body), response(message("done")))
     session, events = listen()
+    stand_in = replace(shared_stand_in, mode=evaluation_mode)
     with contextlib.suppress(FumehoodError):
-        shared_stand_in.adapter(hosted_tools=HOSTED).evaluate(prompt(query_tool), session=session)
+        stand_in.adapter(hosted_tools=HOSTED).evaluate(prompt(query_tool), session=session)
     assert shared_stand_in.server.asked
     for event in events:
         assert isinstance(event.result.message, str)

@@ -37,6 +37,16 @@ from tests.contracts.filesystem_kit import FilesystemKit
 from tests.support.client_prompts import HOSTED, listen, prompt
 from tests.support.gateway_process import code_call, text_answer, tool_call, tool_calls
 
+ALL_MODES = {
+    "test_a_function_is_run_and_its_result_shown_to_the_model",
+    "test_python_runs_and_its_result_is_published",
+    "test_hosted_tools",
+    "test_python_and_a_function_in_one_evaluation",
+    "test_an_archive_is_unpacked_by_the_gateway",
+    "test_a_deleted_container_is_recreated",
+    "test_an_existing_container_is_used_while_it_is_there",
+}
+
 SMALL = ContainerConfig(memory_limit="1g")
 
 

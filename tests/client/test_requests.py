@@ -31,6 +31,8 @@ from tests.support.client_prompts import (
 )
 from tests.support.openai_server import message, response
 
+ALL_MODES = True
+
 
 def test_a_whole_request(openai_stand_in: OpenAIStandIn) -> None:
     openai_stand_in.server.script(response(message('{"value": 7}')))

@@ -42,6 +42,8 @@ from tests.support.client_prompts import (
 )
 from tests.support.openai_server import message, response
 
+ALL_MODES = True
+
 
 def test_every_call_has_an_output_and_an_event(openai_stand_in: OpenAIStandIn) -> None:
     session, events = listen()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fumehood.client import (
     HostMount, HostWorkspaceSection, MarkdownSection, Prompt, PromptSection, PromptTemplate, ProviderTool,
     ResourceRegistry, Session, Tool, ToolContext, ToolInvoked, ToolResult, InProcessDispatcher, InMemoryFilesystem,
-    VfsToolsSection,
+    VfsToolsSection, TextDelta, EvaluationFinished,
 )
 from fumehood.client.adapters.openai import (
     CompactionConfig, OpenAIAdapter, OpenAICodeInterpreterTool, OpenAIContainerWorkspaceSection,
@@ -123,6 +123,31 @@ reveal_type(ToolResult.success(1).success)
 reveal_type(timed.params_type)
 reveal_type(hosted.config)
 reveal_type(adapter.evaluate(Prompt(many)).output)
+
+
+async def look_up(params: Params, *, context: ToolContext) -> ToolResult[Report]:
+    inner = await context.adapter.aevaluate(Prompt[Report](ns="n", key="k"))
+    return ToolResult("", inner.output)
+
+
+reveal_type(Tool(name="look_up", description="Look up.", handler=look_up).result_type)
+
+
+async def main() -> None:
+    reveal_type((await adapter.aevaluate(Prompt(many))).output)
+    with adapter.stream(Prompt(template)) as events:
+        for event in events:
+            if isinstance(event, TextDelta):
+                reveal_type(event.delta)
+    reveal_type(events.response.output)
+    async with adapter.astream(Prompt(template)) as later:
+        async for event in later:
+            match event:
+                case EvaluationFinished():
+                    reveal_type(event.response.output)
+                case _:
+                    pass
+        reveal_type((await later.get_final_response()).output)
 """
 
 BAD = """
@@ -195,6 +220,12 @@ def test_type_checkers_accept_correct_code_and_report_errors(tmp_path: Path) -> 
         '"type[Params]"',
         '"FileSearchParams"',
         '"list[Report] | None"',
+        '"type[Report]"',
+        '"list[Report] | None"',
+        '"str"',
+        '"Report | None"',
+        '"Report | None"',
+        '"Report | None"',
     ]
     lines = BAD.splitlines()
     wrong = {lines[line] for name, line, severity, _ in diagnostics if name == "bad" and severity == "error"}

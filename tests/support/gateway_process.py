@@ -175,6 +175,15 @@ class ScriptedModelServer:
         self._chat.responders.clear()
         self._chat.responders.extend(answers)
 
+    def wait_for_disconnect(self) -> None:
+        """Wait until a client hangs up before the end of its answer, and forget it."""
+
+        async def wait() -> None:
+            await asyncio.wait_for(self._chat.client_disconnected.wait(), 20)
+            self._chat.client_disconnected.clear()
+
+        asyncio.run_coroutine_threadsafe(wait(), self._loop).result()
+
     def event(self) -> tuple[asyncio.Event, Callable[[], None]]:
         """Something for an answer to wait for, and what lets it go on."""
         event = asyncio.Event()

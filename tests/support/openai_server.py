@@ -4,23 +4,30 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, cast
 
-from openai import OpenAI
+from openai import AsyncOpenAI, OpenAI
+
+from tests.support.streamed_response import encode_stream
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a request is answered with; `closes`: nothing is said and the connection ends."""
+    """What a request is answered with; `closes`: nothing is said and the connection ends.
+
+    A request for a stream gets the events of the body, or a tuple of chunks, and of functions to call
+    between them. breaks_after: so many of them, and then the connection ends.
+    """
 
     body: Any = None
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     closes: bool = False
+    breaks_after: int | None = None
 
 
 type Script = Reply | Callable[[dict[str, Any]], Reply]
@@ -58,7 +65,8 @@ class Container:
 
 
 class OpenAIServer:
-    """asked: the bodies of requests for responses and compactions; calls: every request as `POST /v1/…`.
+    """asked: the bodies of requests for responses and compactions, without `stream`; streamed: which of them had it;
+    calls: every request as `POST /v1/…`.
 
     broken: what every request is answered with, if it is set.
     """
@@ -66,6 +74,7 @@ class OpenAIServer:
     def __init__(self) -> None:
         self.replies: list[Script] = []
         self.asked: list[dict[str, Any]] = []
+        self.streamed: list[bool] = []
         self.headers: list[dict[str, str]] = []
         self.calls: list[str] = []
         self.containers: dict[str, Container] = {}
@@ -78,6 +87,7 @@ class OpenAIServer:
         self.replies = [*replies]
         self.asked.clear()
         self.headers.clear()
+        self.streamed.clear()
         self.calls.clear()
 
     def expire(self) -> None:
@@ -97,6 +107,7 @@ class OpenAIServer:
             return self._container(method, path, kind, body, *found.groups())
         if path in ("/v1/responses", "/v1/responses/compact"):
             asked: dict[str, Any] = json.loads(body)
+            self.streamed.append(bool(asked.pop("stream", False)))
             self.asked.append(asked)
             if not self.replies:
                 return error(400, "This request is beyond the script.")
@@ -201,6 +212,10 @@ def _upload(kind: str, body: bytes) -> tuple[str, bytes]:
     raise AssertionError("no file was sent")
 
 
+def _wants_stream(path: str, body: bytes) -> bool:
+    return path == "/v1/responses" and json.loads(body).get("stream") is True
+
+
 @contextmanager
 def run_openai_server() -> Generator[OpenAIServer]:
     server = OpenAIServer()
@@ -217,17 +232,39 @@ def run_openai_server() -> Generator[OpenAIServer]:
             if reply.closes:
                 self.close_connection = True
                 return
+            if reply.status == 200 and not isinstance(reply.body, bytes) and _wants_stream(self.path, body):
+                self._stream(reply)
+                return
             payload = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
-            self.send_response(reply.status)
             headers = {
                 "content-type": "application/json",
                 "content-length": str(len(payload)),
                 **reply.headers,
             }
+            self._send_head(reply.status, headers)
+            self.wfile.write(payload)
+
+        def _send_head(self, status: int, headers: Mapping[str, str]) -> None:
+            self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(payload)
+
+        def _stream(self, reply: Reply) -> None:
+            body = cast("Any", reply.body)
+            events: Sequence[Any] = body if isinstance(body, tuple) else encode_stream(body)
+            headers = {"content-type": "text/event-stream", "transfer-encoding": "chunked", **reply.headers}
+            self._send_head(200, headers)
+            for event in events[: reply.breaks_after]:
+                if callable(event):
+                    self.wfile.flush()
+                    event()
+                    continue
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
+            if reply.breaks_after is None:
+                self.wfile.write(b"0\r\n\r\n")
+            else:
+                self.close_connection = True
 
         do_GET = do_POST = do_DELETE = _serve  # noqa: N815 - their names are filename
 
@@ -248,3 +285,7 @@ def run_openai_server() -> Generator[OpenAIServer]:
 
 def make_client(server: OpenAIServer) -> OpenAI:
     return OpenAI(base_url=server.url, api_key="sk-secret", max_retries=0, timeout=30)
+
+
+def make_async_client(server: OpenAIServer) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=server.url, api_key="sk-secret", max_retries=0, timeout=30)

@@ -1,6 +1,6 @@
 """The typed client: prompts made of sections, tools, sessions and workspaces.
 
-The adapter for OpenAI and for the fumehood gateway is `fumehood.client.adapters.openai`. File-related names are
+The adapter for OpenAI and for the fumehood gateway is `fumehood.client.adapters.openai`. Names of files and streams are
 imported on first use, because they take as long to import as all the rest.
 """
 
@@ -56,6 +56,26 @@ from fumehood.client.runtime import (
 from fumehood.client.throttle import ThrottlePolicy
 
 if TYPE_CHECKING:
+    from fumehood.client.adapters.evaluation_stream import AsyncEvaluationStream, EvaluationStream
+    from fumehood.client.adapters.stream_events import (
+        CitationAdded,
+        CodeDelta,
+        CodeImage,
+        CodeOutputDelta,
+        EvaluationEvent,
+        EvaluationFinished,
+        FileProduced,
+        FunctionArguments,
+        FunctionCallFinished,
+        FunctionCallStarted,
+        HostedCallFinished,
+        HostedCallStarted,
+        ReasoningDelta,
+        RefusalText,
+        TextDelta,
+        TurnFinished,
+        TurnRestarted,
+    )
     from fumehood.client.filesystem import Filesystem, HostFilesystem, InMemoryFilesystem
     from fumehood.client.mounts import HostMount, HostMountPreview
     from fumehood.client.prompt.vfs import VfsToolsSection
@@ -72,6 +92,26 @@ else:
 
 
 _LATER = {
+    "fumehood.client.adapters.evaluation_stream": ("AsyncEvaluationStream", "EvaluationStream"),
+    "fumehood.client.adapters.stream_events": (
+        "CitationAdded",
+        "CodeDelta",
+        "CodeImage",
+        "CodeOutputDelta",
+        "EvaluationEvent",
+        "EvaluationFinished",
+        "FileProduced",
+        "FunctionArguments",
+        "FunctionCallFinished",
+        "FunctionCallStarted",
+        "HostedCallFinished",
+        "HostedCallStarted",
+        "ReasoningDelta",
+        "RefusalText",
+        "TextDelta",
+        "TurnFinished",
+        "TurnRestarted",
+    ),
     "fumehood.client.filesystem": ("Filesystem", "HostFilesystem", "InMemoryFilesystem"),
     "fumehood.client.mounts": ("HostMount", "HostMountPreview"),
     "fumehood.client.prompt.vfs": ("VfsToolsSection",),
@@ -79,21 +119,35 @@ _LATER = {
 }
 
 __all__ = [
+    "AsyncEvaluationStream",
     "Budget",
     "BudgetExceededError",
     "BudgetTracker",
+    "CitationAdded",
+    "CodeDelta",
+    "CodeImage",
+    "CodeOutputDelta",
     "CompactionError",
     "ContainerExpiredError",
     "ContainerNotFoundError",
     "Deadline",
     "DeadlineExceededError",
+    "EvaluationEvent",
+    "EvaluationFinished",
+    "EvaluationStream",
+    "FileProduced",
     "Filesystem",
     "FilteredOutputError",
     "FumehoodError",
+    "FunctionArguments",
+    "FunctionCallFinished",
+    "FunctionCallStarted",
     "HostFilesystem",
     "HostMount",
     "HostMountPreview",
     "HostWorkspaceSection",
+    "HostedCallFinished",
+    "HostedCallStarted",
     "InMemoryFilesystem",
     "InProcessDispatcher",
     "InProcessEventBus",
@@ -113,12 +167,15 @@ __all__ = [
     "PromptValidationError",
     "ProviderAdapter",
     "ProviderTool",
+    "ReasoningDelta",
+    "RefusalText",
     "RenderedPrompt",
     "ResourceError",
     "ResourceRegistry",
     "Section",
     "Session",
     "SessionProtocol",
+    "TextDelta",
     "ThrottleError",
     "ThrottlePolicy",
     "TokenUsage",
@@ -127,6 +184,8 @@ __all__ = [
     "ToolContext",
     "ToolInvoked",
     "ToolResult",
+    "TurnFinished",
+    "TurnRestarted",
     "VfsToolsSection",
     "WinkError",
     "WorkspaceBudgetError",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import ThrottleError
+from fumehood.client.runtime.blocking_shell import BlockingShell
+from fumehood.client.runtime.operations import CallFunction, Sleep, Steps, perform
 from fumehood.client.type_validation import require_field_types
 
 
@@ -52,16 +54,15 @@ class TransientFailure:
         self.message = message or str(error)
 
 
-def retry[T](
-    call: Callable[[], T | TransientFailure],
+def retry_steps[T](
+    attempt: Callable[[], Steps[T | TransientFailure]],
     policy: ThrottlePolicy,
     *,
     deadline: Deadline | None = None,
     prompt_name: str = "",
-    sleep: Callable[[float], object] = time.sleep,
     random_fraction: Callable[[], float] | None = None,
-) -> T:
-    """Call until the result is not a TransientFailure.
+) -> Steps[T]:
+    """Repeat an attempt until its result is not a TransientFailure.
 
     Raises ThrottleError, from the last failure, when the policy is exhausted or the deadline would pass while waiting.
     """
@@ -70,18 +71,18 @@ def retry[T](
 
         random_fraction = random.random
     total_delay = 0.0
-    for attempt in range(1, policy.max_attempts + 1):
-        result = call()
+    for number in range(1, policy.max_attempts + 1):
+        result = yield from attempt()
         if not isinstance(result, TransientFailure):
             return result
-        delay = policy.delay(attempt, result.retry_after, random_fraction())
+        delay = policy.delay(number, result.retry_after, random_fraction())
         reason = None
-        if attempt == policy.max_attempts:
-            reason = f"{attempt} attempts"
+        if number == policy.max_attempts:
+            reason = f"{number} attempts"
         elif total_delay + delay > policy.max_total_delay:
-            reason = f"{attempt} attempts; the next may come in {delay:.1f} s, longer than the policy waits"
+            reason = f"{number} attempts; the next may come in {delay:.1f} s, longer than the policy waits"
         elif deadline is not None and delay >= deadline.remaining().total_seconds():
-            reason = f"{attempt} attempts; the deadline comes before the next one, in {delay:.1f} s"
+            reason = f"{number} attempts; the deadline comes before the next one, in {delay:.1f} s"
         if reason is not None:
             status = getattr(result.error, "status_code", None)
             outcome = "could not be reached" if status is None else f"answered {status}"
@@ -92,5 +93,25 @@ def retry[T](
                 provider_payload=getattr(result.error, "body", None),
             ) from result.error
         total_delay += delay
-        sleep(delay)
+        yield from perform(Sleep(delay))
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def retry[T](
+    call: Callable[[], T | TransientFailure],
+    policy: ThrottlePolicy,
+    *,
+    deadline: Deadline | None = None,
+    prompt_name: str = "",
+    sleep: Callable[[float], object] = time.sleep,
+    random_fraction: Callable[[], float] | None = None,
+) -> T:
+    """As `retry_steps`, for a blocking call."""
+    steps = retry_steps(
+        lambda: perform(CallFunction(call)),
+        policy,
+        deadline=deadline,
+        prompt_name=prompt_name,
+        random_fraction=random_fraction,
+    )
+    return BlockingShell(sleep=sleep).run(steps)

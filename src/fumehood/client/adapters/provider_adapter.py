@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from fumehood.client.budget import Budget, BudgetTracker, TokenUsage
 from fumehood.client.deadlines import Deadline
@@ -11,6 +11,9 @@ from fumehood.client.prompt.prompt import Prompt, ToolChoice
 from fumehood.client.resources import Resources
 from fumehood.client.runtime.events import EventBus
 from fumehood.client.runtime.session import SessionProtocol
+
+if TYPE_CHECKING:
+    from fumehood.client.adapters.evaluation_stream import AsyncEvaluationStream, EvaluationStream
 
 __all__ = ["CitedFile", "PromptResponse", "ProviderAdapter", "ToolChoice"]
 
@@ -66,3 +69,48 @@ class ProviderAdapter(Protocol):
         budget_tracker: BudgetTracker | None = None,
         resources: Resources | None = None,
     ) -> PromptResponse[Out]: ...
+
+    async def aevaluate(
+        self,
+        prompt: Prompt[Out],
+        *params: SupportsDataclass,
+        session: SessionProtocol | None = None,
+        bus: EventBus | None = None,
+        parse_output: bool = True,
+        deadline: Deadline | None = None,
+        budget: Budget | None = None,
+        budget_tracker: BudgetTracker | None = None,
+        resources: Resources | None = None,
+    ) -> PromptResponse[Out]:
+        """As `evaluate`, without blocking the event loop."""
+        ...
+
+    def stream(
+        self,
+        prompt: Prompt[Out],
+        *params: SupportsDataclass,
+        session: SessionProtocol | None = None,
+        bus: EventBus | None = None,
+        parse_output: bool = True,
+        deadline: Deadline | None = None,
+        budget: Budget | None = None,
+        budget_tracker: BudgetTracker | None = None,
+        resources: Resources | None = None,
+    ) -> "EvaluationStream[Out]":
+        """As `evaluate`, with events while it goes on."""
+        ...
+
+    def astream(
+        self,
+        prompt: Prompt[Out],
+        *params: SupportsDataclass,
+        session: SessionProtocol | None = None,
+        bus: EventBus | None = None,
+        parse_output: bool = True,
+        deadline: Deadline | None = None,
+        budget: Budget | None = None,
+        budget_tracker: BudgetTracker | None = None,
+        resources: Resources | None = None,
+    ) -> "AsyncEvaluationStream[Out]":
+        """As `stream`, without blocking the event loop."""
+        ...

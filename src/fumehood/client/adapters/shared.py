@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from fumehood.client import serde
@@ -12,9 +13,19 @@ from fumehood.client.errors import (
     PromptEvaluationError,
     PromptValidationError,
 )
-from fumehood.client.prompt.tool import AnyTool, ProviderTool, Tool, ToolContext, ToolPolicy, ToolResult
+from fumehood.client.prompt.tool import (
+    AnyTool,
+    ProviderTool,
+    Tool,
+    ToolContext,
+    ToolPolicy,
+    ToolResult,
+    is_async_function,
+)
 from fumehood.client.runtime.evaluation_observer import NOOP_OBSERVER, EvaluationObserver, ToolCallStarted
 from fumehood.client.runtime.events import ToolInvoked
+from fumehood.client.runtime.operations import CallFunction, Steps, perform
+from fumehood.client.runtime.session import undo_changes
 
 _log = logging.getLogger(__name__)
 
@@ -77,29 +88,37 @@ class ToolExecutor:
     policies: tuple[ToolPolicy, ...] = ()
     observer: EvaluationObserver = NOOP_OBSERVER
 
-    def run(self, tool: AnyTool | None, name: str, arguments: str | None, call_id: str | None) -> str:
-        """Run a called function and return what the model reads. tool: None if there is no such tool."""
+    def run(
+        self, tool: AnyTool | None, name: str, arguments: str | None, call_id: str | None
+    ) -> Steps[ToolInvoked]:
+        """Run a called function; the model reads the `rendered_output`. tool: None if there is no such tool."""
 
         def read() -> object:
             if tool is None:
                 raise PromptEvaluationError(f"There is no tool {name!r}.", phase="tool")
             return parse_tool_arguments(tool, arguments)
 
-        def act(params: object) -> object:
+        def act(params: object) -> Steps[object]:
             for policy in self.policies:
-                if reason := policy(cast(AnyTool, tool), params, self.context):
+                check = partial(policy, cast(AnyTool, tool), params, self.context)
+                if reason := (yield from perform(CallFunction(check))):
                     return ToolResult.error(f"{name!r} may not be called now: {reason}")
-            return self.call_handler(cast(AnyTool, tool), params)
+            return (yield from self.call_handler(cast(AnyTool, tool), params))
 
         with self.observer.observe_tool_call(
             ToolCallStarted(name=name, call_id=call_id, exists=tool is not None)
         ):
-            return self.execute_and_publish(name, call_id, arguments, read, act, serialize_tool_message)
+            return (
+                yield from self.execute_and_publish(
+                    name, call_id, arguments, read, act, serialize_tool_message
+                )
+            )
 
-    def call_handler(self, tool: AnyTool, params: object) -> object:
+    def call_handler(self, tool: AnyTool, params: object) -> Steps[object]:
         if tool.handler is None:
             return ToolResult.error(f"{tool.name!r} has no handler.")
-        return tool.handler(params, context=self.context)
+        call = partial(tool.handler, params, context=self.context)
+        return (yield from perform(CallFunction[object](call, is_async_function(tool.handler))))
 
     def execute_and_publish(
         self,
@@ -107,38 +126,40 @@ class ToolExecutor:
         call_id: str | None,
         raw: object,
         parse: Callable[[], object],
-        execute: Callable[[Any], object],
+        execute: Callable[[Any], Steps[object]],
         render: Callable[[ToolResult[Any]], str],
-    ) -> str:
-        """Call `execute` with the parsed parameters, publish the result, and return what `render` makes of it."""
+    ) -> Steps[ToolInvoked]:
+        """Call `execute` with the parsed parameters, and publish its result with what `render` makes of it."""
         params = raw
         snapshot = self.context.session.snapshot()
         limit: PromptEvaluationError | None = None
         try:
             params = parse()
-            result = check_result(name, execute(params))
+            result = check_result(name, (yield from execute(params)))
             rendered = render(result)
         except Exception as error:
-            self.context.session.restore(snapshot)
+            undo_changes(self.context.session, snapshot)
             result = ToolResult[Any].error(_format_tool_error(name, error))
             rendered = render(result)
             if isinstance(error, DeadlineExceededError | BudgetExceededError):
                 limit = error
-        self.context.event_bus.publish(
-            ToolInvoked(
-                prompt_name=self.context.prompt.name,
-                adapter=self.context.adapter.provider,
-                name=name,
-                params=params,
-                result=result,
-                session_id=self.context.session.session_id,
-                call_id=call_id,
-                rendered_output=rendered,
-            )
+        except BaseException:  # cancelled
+            undo_changes(self.context.session, snapshot)
+            raise
+        event = ToolInvoked(
+            prompt_name=self.context.prompt.name,
+            adapter=self.context.adapter.provider,
+            name=name,
+            params=params,
+            result=result,
+            session_id=self.context.session.session_id,
+            call_id=call_id,
+            rendered_output=rendered,
         )
+        self.context.event_bus.publish(event)
         if limit is not None:
             raise limit
-        return rendered
+        return event
 
 
 def check_result(name: str, result: object) -> ToolResult[Any]:

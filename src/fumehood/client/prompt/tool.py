@@ -3,7 +3,7 @@
 import inspect
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Never, Protocol, TypeVar, cast, overload
 
@@ -28,7 +28,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 _NAME = re.compile(r"[a-z0-9_-]{1,64}\Z")
 MAX_DESCRIPTION = 1024
-_SIGNATURE = "a function (params, *, context) that blocks"
+_SIGNATURE = "a function (params, *, context)"
 
 
 # --- results ------------------------------------------------------------------------------------------
@@ -116,7 +116,11 @@ class ToolContext:
 
 
 class ToolHandler(Protocol[P_contra, R_co]):
-    def __call__(self, params: P_contra, /, *, context: ToolContext) -> ToolResult[R_co]: ...
+    """A handler may be asynchronous if prompts with its tool are evaluated by `aevaluate` and `astream`."""
+
+    def __call__(
+        self, params: P_contra, /, *, context: ToolContext
+    ) -> ToolResult[R_co] | Awaitable[ToolResult[R_co]]: ...
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ class ProviderOutputHandler(Protocol[R]):
 
     def __call__(
         self, data: ProviderToolCallData, context: ToolContext, result_type: type[R], /
-    ) -> ToolResult[R]: ...
+    ) -> ToolResult[R] | Awaitable[ToolResult[R]]: ...
 
 
 class Tool[P, R](RuntimeGeneric):
@@ -214,7 +218,14 @@ def _is_valid_handler(handler: Callable[..., object]) -> bool:
         inspect.signature(handler).bind(None, context=None)
     except (TypeError, ValueError):
         return False
-    return not inspect.iscoroutinefunction(handler)
+    return True
+
+
+def is_async_function(function: object) -> bool:
+    """Whether calling it gives a coroutine."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - an object whose class has an asynchronous one
+    )
 
 
 def _handler_types(handler: object) -> tuple[Any, Any]:

@@ -19,6 +19,10 @@ class Snapshot:
         self.slices = slices
 
 
+class ConversationState:
+    """A base for values that record the conversation. Undoing the changes of a tool keeps them."""
+
+
 class Slice[T]:
     """The values of one type in a session, oldest first."""
 
@@ -70,9 +74,17 @@ class SessionProtocol(Protocol):
     def restore(self, snapshot: Snapshot) -> None: ...
 
 
+def undo_changes(session: SessionProtocol, snapshot: Snapshot) -> None:
+    """Undo what a tool that failed or was cancelled has changed in the session."""
+    if isinstance(session, Session):
+        session.roll_back(snapshot)
+    else:
+        session.restore(snapshot)
+
+
 class Session:
-    """Typed values in slices: `session[Plan].latest()`. Threads may share a session; restoring it, as a failing tool
-    does, also undoes concurrent changes.
+    """Typed values in slices: `session[Plan].latest()`. Threads may share a session; undoing the changes of a failing
+    tool also undoes concurrent changes, but no turn of the conversation.
 
     bus (or dispatcher): where events of evaluations in this session are published.
     """
@@ -100,6 +112,19 @@ class Session:
     def restore(self, snapshot: Snapshot) -> None:
         with self._lock:
             self._slices = dict(snapshot.slices)
+
+    def roll_back(self, snapshot: Snapshot) -> None:
+        """Undo all changes since the snapshot, except to the conversation, which others may have continued."""
+        with self._lock:
+            conversation = {
+                kind: self._slices[kind] for kind in self._slices if issubclass(kind, ConversationState)
+            }
+            earlier = {
+                kind: values
+                for kind, values in snapshot.slices.items()
+                if not issubclass(kind, ConversationState)
+            }
+            self._slices = {**earlier, **conversation}
 
     # ---- for slices ---------------------------------------------------------------------------------------
 

@@ -1,11 +1,12 @@
 """The adapter for the Responses API: validates prompts and settings, and builds requests."""
 
 import os
-import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from fumehood.client.adapters.evaluation_call import EvaluationCall
+from fumehood.client.adapters.evaluation_stream import AsyncEvaluationStream, EvaluationStream
 from fumehood.client.adapters.openai.code_interpreter_tool import (
     build_container_spec,
     find_stated_memory_limit,
@@ -17,7 +18,6 @@ from fumehood.client.adapters.openai.config import (
     OpenAIClientConfig,
     OpenAIHostedToolsConfig,
     OpenAIModelConfig,
-    check_client,
 )
 from fumehood.client.adapters.openai.container_errors import ContainerGoneError, build_container_error
 from fumehood.client.adapters.openai.evaluation import Evaluation
@@ -27,9 +27,10 @@ from fumehood.client.adapters.openai.native_tools.native_tool_section import (
 )
 from fumehood.client.adapters.openai.responses_client import (
     ResponsesClient,
+    detect_gateway,
     fetch_announced_tools,
-    is_fumehood_gateway,
 )
+from fumehood.client.adapters.openai.sdk_clients import SdkClients
 from fumehood.client.adapters.openai.wire import EXECUTION_FIELD, responses_tool_choice, responses_tool_spec
 from fumehood.client.adapters.openai.workspace import OpenAIContainerWorkspaceSection
 from fumehood.client.adapters.provider_adapter import PromptResponse
@@ -41,17 +42,25 @@ from fumehood.client.errors import PromptValidationError
 from fumehood.client.filesystem import Filesystem
 from fumehood.client.prompt._types import SupportsDataclass
 from fumehood.client.prompt.prompt import Prompt, RenderedPrompt, ToolChoice, merge_native_tools
-from fumehood.client.prompt.tool import ProviderTool, ToolContext, select_provider_tools
+from fumehood.client.prompt.tool import (
+    ProviderTool,
+    ToolContext,
+    is_async_function,
+    select_provider_tools,
+)
 from fumehood.client.resources import ResourceRegistry, Resources
+from fumehood.client.runtime.blocking_shell import BlockingShell
+from fumehood.client.runtime.evaluation_lock import hold_conversation
 from fumehood.client.runtime.evaluation_observer import NOOP_OBSERVER, EvaluationObserver, EvaluationStarted
 from fumehood.client.runtime.events import EventBus, FanOutEventBus
-from fumehood.client.runtime.session import Session, SessionProtocol
+from fumehood.client.runtime.operations import CallFunction, Steps, perform
+from fumehood.client.runtime.session import SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
-from fumehood.client.type_validation import check_arguments, require_type, shorten_repr
+from fumehood.client.type_validation import check_arguments
 from fumehood.client.workspace_section import WorkspaceSection
 
 if TYPE_CHECKING:
-    from openai import OpenAI
+    from openai import AsyncOpenAI, OpenAI
 
 Out = TypeVar("Out")
 
@@ -82,6 +91,7 @@ class OpenAIAdapter:
         model_config: OpenAIModelConfig | None = None,
         client_config: OpenAIClientConfig | None = None,
         client: "OpenAI | None" = None,
+        async_client: "AsyncOpenAI | None" = None,
         hosted_tools: OpenAIHostedToolsConfig | None = None,
         compaction: CompactionConfig | None = None,
         tool_choice: ToolChoice = "auto",
@@ -91,25 +101,21 @@ class OpenAIAdapter:
         max_turns: int = 100,
         observer: EvaluationObserver | None = None,
     ) -> None:
-        """client: a client of the SDK; by default one is created from `client_config` on first use.
+        """client: a client of the SDK for `evaluate` and `stream`; by default one is created from `client_config` on
+        first use. async_client: the same for `aevaluate` and `astream`.
 
         openai_native_tools: native tools of models that are not known here. strict: an unknown model has none.
         max_turns: limit of model requests per evaluation. observer: observes every evaluation, such as
         `fumehood.telemetry.ClientTelemetry`.
         """
-        require(model.strip(), f"model is {model!r}; it has to be a name.")
-        if client is not None:
-            check_client(client)
         require(
-            client is None or client_config is None, "client and client_config exclude each other; give one."
+            model.strip(),
+            f"model is {model!r}; it has to be a name.",
         )
         require(max_turns > 0, f"max_turns is {max_turns}; it has to be positive.")
         self.model = model
         self._model_config = model_config or OpenAIModelConfig()
-        self._client_config = client_config or OpenAIClientConfig()
-        self._client = client
-        self._owns_client = client is None
-        self._client_lock = threading.Lock()
+        self._clients = SdkClients(client_config, client, async_client)
         self._hosted_tools = hosted_tools or OpenAIHostedToolsConfig()
         self._compaction = compaction
         self._tool_choice: ToolChoice = tool_choice
@@ -121,22 +127,32 @@ class OpenAIAdapter:
 
     @property
     def client(self) -> "OpenAI":
-        with self._client_lock:
-            if self._client is None:
-                self._client = self._client_config.create_client()
-            return self._client
+        return self._clients.get_client()
+
+    @property
+    def async_client(self) -> "AsyncOpenAI":
+        """The client for the running event loop."""
+        return self._clients.get_async_client()
 
     def close(self) -> None:
-        """Close the client, if it was created here."""
-        if self._client is not None and self._owns_client:
-            self._client.close()
-            self._client = None
+        """Close the blocking client, if it was created here."""
+        self._clients.close()
+
+    async def aclose(self) -> None:
+        """Close both clients, if they were created here: the blocking one, and that of the running event loop."""
+        await self._clients.aclose()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
     def evaluate(
         self,
@@ -157,80 +173,135 @@ class OpenAIAdapter:
 
         Raises PromptEvaluationError; PromptValidationError before anything is sent.
         """
-        require(
-            isinstance(cast(object, prompt), Prompt),
-            f"{shorten_repr(prompt)} is no prompt; of a template, make Prompt(template).",
+        call = EvaluationCall(
+            prompt, params, session, bus, parse_output, deadline, budget, budget_tracker, resources
         )
-        require(
-            isinstance(cast(object, deadline), Deadline | None),
-            f"deadline is {shorten_repr(deadline)}; in five seconds is Deadline.after(5).",
-        )
-        require(
-            isinstance(cast(object, budget), Budget | None),
-            f"budget is {shorten_repr(budget)}; so many tokens in all are Budget(max_total_tokens=…).",
-        )
-        require_type(session, SessionProtocol | None, "session")
-        require_type(bus, EventBus | None, "bus")
-        require_type(budget_tracker, BudgetTracker | None, "budget_tracker")
-        require_type(resources, Resources | None, "resources")
-        require_type(parse_output, bool, "parse_output")
-        require(
-            budget is None or budget_tracker is None,
-            "budget and budget_tracker exclude each other; give one.",
-        )
-        session = Session() if session is None else session
-        event = EvaluationStarted(
-            prompt_name=prompt.name, adapter=self.provider, model=self.model, session_id=session.session_id
-        )
-        with self._observer.observe_evaluation(event):
-            tracker = budget_tracker or (BudgetTracker(budget) if budget else None)
-            return self._evaluate(prompt, params, session, bus, parse_output, deadline, tracker, resources)
+        return BlockingShell(self._clients.get_client).run(self._evaluate(call))
 
-    def _evaluate(
+    async def aevaluate(
         self,
         prompt: Prompt[Out],
-        params: Sequence[SupportsDataclass],
-        session: SessionProtocol,
-        bus: EventBus | None,
-        parse_output: bool,
-        deadline: Deadline | None,
-        tracker: BudgetTracker | None,
-        resources: Resources | None,
+        *params: SupportsDataclass,
+        session: SessionProtocol | None = None,
+        bus: EventBus | None = None,
+        parse_output: bool = True,
+        deadline: Deadline | None = None,
+        budget: Budget | None = None,
+        budget_tracker: BudgetTracker | None = None,
+        resources: Resources | None = None,
     ) -> PromptResponse[Out]:
-        deadline = _earliest_deadline(deadline, tracker.budget.deadline if tracker else None)
-        try:
-            bound = prompt.bind(*params)
-            rendered = bound.render(session=session)
-            workspace = _find_workspace(rendered)
-            request = self._build_request(rendered, workspace)
-        except PromptValidationError as error:
-            error.prompt_name = error.prompt_name or prompt.name
-            raise
-        if deadline is not None:
-            deadline.check("the first request", prompt_name=bound.name)
-        self._check_announced_tools(request, bound.name, deadline)
-        api = ResponsesClient(self.client, self._throttle, self._observer)
-        self._set_container(request, rendered, workspace, api, deadline)
+        """As `evaluate`, without blocking the event loop: asynchronous handlers are awaited, others run in threads."""
+        from fumehood.client.runtime.async_shell import AsyncShell
+
+        call = EvaluationCall(
+            prompt, params, session, bus, parse_output, deadline, budget, budget_tracker, resources
+        )
+        return await AsyncShell(self._clients.get_async_client).run(self._evaluate(call, is_async=True))
+
+    def stream(
+        self,
+        prompt: Prompt[Out],
+        *params: SupportsDataclass,
+        session: SessionProtocol | None = None,
+        bus: EventBus | None = None,
+        parse_output: bool = True,
+        deadline: Deadline | None = None,
+        budget: Budget | None = None,
+        budget_tracker: BudgetTracker | None = None,
+        resources: Resources | None = None,
+    ) -> EvaluationStream[Out]:
+        """As `evaluate`, with events while the model writes and tools run: `with adapter.stream(…) as events: …`."""
+        call = EvaluationCall(
+            prompt, params, session, bus, parse_output, deadline, budget, budget_tracker, resources
+        )
+        shell = BlockingShell(self._clients.get_client)
+        return EvaluationStream(self._evaluate(call, is_streamed=True), shell)
+
+    def astream(
+        self,
+        prompt: Prompt[Out],
+        *params: SupportsDataclass,
+        session: SessionProtocol | None = None,
+        bus: EventBus | None = None,
+        parse_output: bool = True,
+        deadline: Deadline | None = None,
+        budget: Budget | None = None,
+        budget_tracker: BudgetTracker | None = None,
+        resources: Resources | None = None,
+    ) -> AsyncEvaluationStream[Out]:
+        """As `stream`, without blocking the event loop: `async with adapter.astream(…) as events: …`."""
+        from fumehood.client.runtime.async_shell import AsyncShell
+
+        call = EvaluationCall(
+            prompt, params, session, bus, parse_output, deadline, budget, budget_tracker, resources
+        )
+        shell = AsyncShell(self._clients.get_async_client)
+        return AsyncEvaluationStream(self._evaluate(call, is_async=True, is_streamed=True), shell)
+
+    # ---- one evaluation -------------------------------------------------------------------------------------
+
+    def _evaluate(
+        self, call: EvaluationCall[Out], *, is_async: bool = False, is_streamed: bool = False
+    ) -> Steps[PromptResponse[Out]]:
+        """Evaluate a prompt; all four ways to do so run these steps."""
+        event = EvaluationStarted(
+            prompt_name=call.prompt.name,
+            adapter=self.provider,
+            model=self.model,
+            session_id=call.session.session_id,
+        )
+        with self._observer.observe_evaluation(event):
+            try:
+                bound = call.prompt.bind(*call.params)
+                rendered = bound.render(session=call.session)
+                workspace = _find_workspace(rendered)
+                request = self._build_request(rendered, workspace)
+                if not is_async:
+                    _check_handlers_block(rendered)
+            except PromptValidationError as error:
+                error.prompt_name = error.prompt_name or call.prompt.name
+                raise
+            if call.deadline is not None:
+                call.deadline.check("the first request", prompt_name=bound.name)
+            connection = self.async_client if is_async else self.client
+            api = ResponsesClient(connection, self._throttle, self._observer)
+            steps = self._run_evaluation(call, bound, rendered, workspace, request, api, is_streamed)
+            if self._compaction is not None:
+                steps = hold_conversation(call.session, steps, deadline=call.deadline, prompt_name=bound.name)
+            return (yield from steps)
+
+    def _run_evaluation(
+        self,
+        call: EvaluationCall[Out],
+        bound: Prompt[Out],
+        rendered: RenderedPrompt[Out],
+        workspace: OpenAIContainerWorkspaceSection | None,
+        request: dict[str, Any],
+        api: ResponsesClient,
+        is_streamed: bool,
+    ) -> Steps[PromptResponse[Out]]:
+        yield from self._check_announced_tools(request, api, bound.name, call.deadline)
+        yield from self._set_container(request, rendered, workspace, api, call.deadline)
         if workspace is not None and (workspace.filesystem.archive or workspace.filesystem.relocated_files):
-            rendered = bound.render(session=session)  # the text may have changed with the container
-        request["include"] = self._build_include(request, deadline)
+            rendered = bound.render(session=call.session)  # the text may have changed with the container
+        request["include"] = yield from self._build_include(request, api, call.deadline)
         manager = None
         if self._compaction is not None:
-            manager = CompactionManager(self.client, self._compaction, session, model=self.model, api=api)
-        sources = bound.resources if resources is None else (*bound.resources, resources)
+            manager = CompactionManager(api.client, self._compaction, call.session, model=self.model, api=api)
+        sources = bound.resources if call.resources is None else (*bound.resources, call.resources)
         with ResourceRegistry.combine(sources) as registry:
             context = ToolContext(
                 prompt=bound,
                 rendered_prompt=rendered,
                 adapter=self,
-                session=session,
-                event_bus=FanOutEventBus(session.bus, bus, self._observer),
+                session=call.session,
+                event_bus=FanOutEventBus(call.session.bus, call.bus, self._observer),
                 resources=registry,
-                deadline=deadline,
-                budget_tracker=tracker,
+                deadline=call.deadline,
+                budget_tracker=call.tracker,
                 filesystem=_find_filesystem(rendered, registry),
             )
-            return Evaluation(
+            evaluation = Evaluation(
                 api=api,
                 rendered=rendered,
                 context=context,
@@ -243,9 +314,11 @@ class OpenAIAdapter:
                 memory_limit=find_stated_memory_limit(rendered.native_tools)
                 if workspace is None
                 else workspace.container_config.memory_limit,
-                parse_output=parse_output,
+                parse_output=call.parse_output,
                 max_turns=self._max_turns,
-            ).run()
+                is_streamed=is_streamed,
+            )
+            return (yield from evaluation.run())
 
     # ---- the request ----------------------------------------------------------------------------------------
 
@@ -335,26 +408,30 @@ class OpenAIAdapter:
         workspace: OpenAIContainerWorkspaceSection | None,
         api: ResponsesClient,
         deadline: Deadline | None,
-    ) -> None:
+    ) -> Steps[None]:
         """Set the container of every code interpreter; an explicitly named one must be alive."""
         for tool in request.get("tools", ()):
             if tool["type"] != "code_interpreter":
                 continue
             if workspace is not None:
-                again = self._client_config.create_client if self._owns_client else None
-                workspace.bind_client(self.client, create_client=again, policy=self._throttle)
-                tool["container"] = workspace.ensure_container(tool.get("container"), deadline=deadline)
+                workspace.bind_client(
+                    self.client, create_client=self._clients.recreate, policy=self._throttle
+                )
+                fill = partial(workspace.ensure_container, tool.get("container"), deadline=deadline)
+                tool["container"] = yield from perform(CallFunction(fill))
                 continue
             container = tool.setdefault("container", {"type": "auto"})
             if isinstance(container, str):
-                _check_container_alive(container, api, rendered.prompt_name, deadline)
+                yield from _check_container_alive(container, api, rendered.prompt_name, deadline)
 
     def _check_announced_tools(
-        self, request: Mapping[str, Any], prompt_name: str, deadline: Deadline | None
-    ) -> None:
+        self, request: Mapping[str, Any], api: ResponsesClient, prompt_name: str, deadline: Deadline | None
+    ) -> Steps[None]:
         """Raise PromptValidationError if a gateway does not host a native tool for the model: it would not offer it."""
         native = [tool["type"] for tool in request.get("tools", ()) if tool["type"] != "function"]
-        announced = fetch_announced_tools(self.client, self.model, deadline=deadline) if native else None
+        if not native:
+            return
+        announced = yield from fetch_announced_tools(api.client, self.model, deadline=deadline)
         if announced is None or "*" in announced:
             return
         for kind in native:
@@ -365,10 +442,12 @@ class OpenAIAdapter:
                 prompt_name=prompt_name,
             )
 
-    def _build_include(self, request: Mapping[str, Any], deadline: Deadline | None) -> list[str]:
+    def _build_include(
+        self, request: Mapping[str, Any], api: ResponsesClient, deadline: Deadline | None
+    ) -> Steps[list[str]]:
         kinds = [tool["type"] for tool in request.get("tools", ())]
         fields = [_INCLUDE_BY_TOOL[kind] for kind in kinds if kind in _INCLUDE_BY_TOOL]
-        if "code_interpreter" in kinds and is_fumehood_gateway(self.client, deadline=deadline):
+        if "code_interpreter" in kinds and (yield from detect_gateway(api.client, deadline=deadline)):
             fields.append(EXECUTION_FIELD)
         if request.get("store") is False and not self.model.startswith(MODELS_WITHOUT_REASONING):
             fields.append("reasoning.encrypted_content")
@@ -389,17 +468,18 @@ def _find_workspace(rendered: RenderedPrompt[Any]) -> OpenAIContainerWorkspaceSe
 
 def _recreate_container(
     workspace: OpenAIContainerWorkspaceSection, prompt: Prompt[Any], context: ToolContext, expired_id: str
-) -> tuple[str, str]:
+) -> Steps[tuple[str, str]]:
     """Replace an expired container; return the new id and the prompt's new text."""
-    made = workspace.filesystem.renew_container(expired_id, deadline=context.deadline)
+    renew = partial(workspace.filesystem.renew_container, expired_id, deadline=context.deadline)
+    made = yield from perform(CallFunction(renew))
     return made, prompt.render(session=context.session).text
 
 
 def _check_container_alive(
     container_id: str, api: ResponsesClient, prompt_name: str, deadline: Deadline | None
-) -> None:
+) -> Steps[None]:
     try:
-        status = api.container_status(container_id, prompt_name=prompt_name, deadline=deadline)
+        status = yield from api.container_status(container_id, prompt_name=prompt_name, deadline=deadline)
     except ContainerGoneError as error:
         raise build_container_error(container_id, error) from error
     if status in ("expired", "deleted"):
@@ -414,5 +494,13 @@ def _find_filesystem(rendered: RenderedPrompt[Any], resources: ResourceRegistry)
     return resources.get(Filesystem) if Filesystem in resources else None
 
 
-def _earliest_deadline(*deadlines: Deadline | None) -> Deadline | None:
-    return min((one for one in deadlines if one is not None), key=lambda one: one.expires_at, default=None)
+def _check_handlers_block(rendered: RenderedPrompt[Any]) -> None:
+    """Raise PromptValidationError if a handler would have to be awaited."""
+    for tool in rendered.tools:
+        handlers = (tool.handler, getattr(tool, "handle_provider_output", None))
+        require(
+            not any(is_async_function(handler) for handler in handlers),
+            f"The handler of the tool {tool.name!r} is asynchronous; use aevaluate or astream, or make it a function "
+            "that blocks.",
+            prompt_name=rendered.prompt_name,
+        )

@@ -9,11 +9,13 @@ from fumehood.client.adapters.openai.responses_client import ResponsesClient
 from fumehood.client.adapters.openai.wire import normalize_input_messages
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import CompactionError
-from fumehood.client.runtime.session import SessionProtocol
+from fumehood.client.runtime.blocking_shell import BlockingShell
+from fumehood.client.runtime.operations import Steps
+from fumehood.client.runtime.session import ConversationState, SessionProtocol
 from fumehood.client.type_validation import check_arguments
 
 if TYPE_CHECKING:
-    from openai import OpenAI
+    from openai import AsyncOpenAI, OpenAI
 
 
 _CHARACTERS_PER_TOKEN = 4
@@ -23,7 +25,7 @@ _UNCOUNTED_FIELDS = frozenset({"id", "type", "role", "status", "call_id", "encry
 
 
 @dataclass(frozen=True)
-class CompactionState:
+class CompactionState(ConversationState):
     """The compaction state of a session.
 
     encrypted_items: the whole window that the last compaction returned, not only its encrypted items; it precedes
@@ -36,14 +38,14 @@ class CompactionState:
 
 
 @dataclass(frozen=True)
-class Transcript:
+class Transcript(ConversationState):
     """The items of a session's conversation since its last compaction."""
 
     items: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
-class LastModel:
+class LastModel(ConversationState):
     """The model that a session was last evaluated with."""
 
     model: str
@@ -82,14 +84,15 @@ class CompactionManager:
     @check_arguments
     def __init__(
         self,
-        client: "OpenAI",
+        client: "OpenAI | AsyncOpenAI",
         config: CompactionConfig,
         session: SessionProtocol,
         *,
         model: str | None = None,
         api: ResponsesClient | None = None,
     ) -> None:
-        check_client(client)
+        if api is None:
+            check_client(client)
         self._api = api or ResponsesClient(client)
         self._config = config
         self._session = session
@@ -128,6 +131,12 @@ class CompactionManager:
         self, messages: Sequence[Mapping[str, Any]], *, deadline: Deadline | None = None
     ) -> list[dict[str, Any]]:
         """Return the window that replaces these messages. Raises CompactionError, and then nothing has changed."""
+        return BlockingShell(lambda: self._api.client).run(self.compact_steps(messages, deadline=deadline))
+
+    def compact_steps(
+        self, messages: Sequence[Mapping[str, Any]], *, deadline: Deadline | None = None
+    ) -> Steps[list[dict[str, Any]]]:
+        """As `compact`, for any shell."""
         used = self._session[LastModel].latest()
         model = self._model or (used.model if used else None)
         if model is None:
@@ -136,7 +145,7 @@ class CompactionManager:
             )
         window = normalize_input_messages(self.inject_encrypted_items(messages))
         try:
-            response = self._api.compact(
+            response = yield from self._api.compact(
                 {"model": model, "input": window}, threshold=self.threshold, deadline=deadline
             )
         except Exception as error:

@@ -10,7 +10,7 @@ from fumehood.client.errors import PromptValidationError
 from fumehood.client.type_validation import require_field_types, require_type, shorten_repr
 
 if TYPE_CHECKING:
-    from openai import OpenAI
+    from openai import AsyncOpenAI, OpenAI
 
 # Set by the adapter itself, or not possible in a blocking request.
 _RESERVED_FIELDS = (
@@ -49,7 +49,7 @@ def check_client(client: object) -> None:
     )
     require(
         not inspect.iscoroutinefunction(getattr(client, "close", None)),
-        "client is an asynchronous one; evaluations are blocking, so pass an OpenAI(…).",
+        "client is an asynchronous one; pass an OpenAI(…). An adapter takes an AsyncOpenAI(…) as async_client=.",
     )
 
 
@@ -115,6 +115,13 @@ class OpenAIClientConfig:
 
     def create_client(self) -> "OpenAI":
         """Create a client of the SDK. Raises PromptValidationError without the SDK or without a key."""
+        return self._create("OpenAI")
+
+    def create_async_client(self) -> "AsyncOpenAI":
+        """As `create_client`, for an event loop."""
+        return self._create("AsyncOpenAI")
+
+    def _create(self, class_name: str) -> Any:
         try:
             import openai
         except ImportError as error:
@@ -126,7 +133,7 @@ class OpenAIClientConfig:
             name: getattr(self, name) for name in names if getattr(self, name) is not None
         }
         try:
-            return openai.OpenAI(**options)
+            return getattr(openai, class_name)(**options)
         except openai.OpenAIError as error:
             raise PromptValidationError(f"No client of OpenAI could be made: {error}") from error
 

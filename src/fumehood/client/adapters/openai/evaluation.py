@@ -1,7 +1,7 @@
 """The evaluation loop of one prompt: request, run the called functions, request again.
 
-Until its end, only events are visible. The session's conversation changes when there is an answer, or when it is
-compacted between turns.
+The loop does no I/O: its steps yield operations, which a shell performs. Until its end, only events are visible; the
+session's conversation changes when there is an answer.
 """
 
 import logging
@@ -13,6 +13,7 @@ from typing import Any
 from fumehood.client import serde
 from fumehood.client.adapters.openai.compaction import (
     CompactionManager,
+    CompactionState,
     LastModel,
     Transcript,
     estimate_tokens,
@@ -35,6 +36,12 @@ from fumehood.client.adapters.openai.wire import (
 )
 from fumehood.client.adapters.provider_adapter import PromptResponse
 from fumehood.client.adapters.shared import ToolExecutor
+from fumehood.client.adapters.stream_events import (
+    EvaluationEvent,
+    EvaluationFinished,
+    FunctionCallFinished,
+    TurnFinished,
+)
 from fumehood.client.budget import TokenUsage
 from fumehood.client.dbc import ensure
 from fumehood.client.errors import (
@@ -50,16 +57,18 @@ from fumehood.client.prompt.tool import (
     ProviderTool,
     ToolContext,
     index_tools_by_name,
+    is_async_function,
     select_provider_tools,
 )
 from fumehood.client.runtime.events import PromptExecuted, PromptRendered
+from fumehood.client.runtime.operations import CallFunction, EmitEvent, Steps, perform
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class Evaluation[Out]:
-    """One evaluation of one prompt; `run` is called once.
+    """One evaluation of one prompt; `run` is called once, and its steps are run by a shell.
 
     request: what all its requests have in common: everything but the input.
     recreate_container: replaces an expired container and returns the new id and the prompt's text, which may name paths
@@ -75,17 +84,35 @@ class Evaluation[Out]:
     request: dict[str, Any]
     executor: ToolExecutor
     manager: CompactionManager | None
-    recreate_container: Callable[[str], tuple[str, str]] | None
+    recreate_container: Callable[[str], Steps[tuple[str, str]]] | None
     memory_limit: str | None
     parse_output: bool
     max_turns: int
+    is_streamed: bool = False
     prompt_items: list[Item] = field(default_factory=list[Item])
     usage: TokenUsage = field(default_factory=TokenUsage)
     transcript: list[Item] = field(default_factory=list[Item])
     history: list[Item] = field(default_factory=list[Item])  # of the session, since its last compaction
     items_before_compaction: int = 0  # number of history items from before the last compaction
 
-    def run(self) -> PromptResponse[Out]:
+    def run(self) -> Steps[PromptResponse[Out]]:
+        session = self.context.session
+        conversation = session[Transcript].all(), session[CompactionState].all()
+        try:
+            response = yield from self._run_turns()
+            answer = self._build_answer(response)
+        except BaseException:
+            if self.manager is not None:
+                # Without an answer there is no turn to keep, even if the conversation was compacted meanwhile.
+                session[Transcript].seed(*conversation[0])
+                session[CompactionState].seed(*conversation[1])
+            raise
+        yield from self._finish(answer, response)
+        yield from self._emit(EvaluationFinished(answer))
+        return answer
+
+    def _run_turns(self) -> Steps[WireResponse]:
+        """Return the response that answers the prompt."""
         self._publish(
             PromptRendered,
             rendered_prompt=self.rendered.text,
@@ -100,17 +127,21 @@ class Evaluation[Out]:
         )
         self._append_items(self.prompt_items)
         self._warn_about_large_prompt()
-        for _ in range(self.max_turns):
-            response = self._request_response()
+        for number in range(1, self.max_turns + 1):
+            response = yield from self._request_response(number)
             self._check_finish_reason(response)
             self._append_items(response.output)
-            self._publish_provider_calls(response)
+            yield from self._publish_provider_calls(response)
+            usage = response.usage.as_token_usage() if response.usage else TokenUsage()
+            yield from self._emit(TurnFinished(number, response.id, usage))
             calls = find_function_calls(response.output)
             if not calls:
-                return self._build_response(response)
-            self._append_items([self._run_function(call) for call in calls])
+                return response
+            for call in calls:
+                output = yield from self._run_function(call)
+                self._append_items([output])
             self._reset_tool_choice()
-            if self._compact_between_turns(response):
+            if (yield from self._compact_between_turns(response)):
                 # The task itself must not be summarised.
                 self.history, self.items_before_compaction = [*self.prompt_items], len(self.prompt_items)
         raise PromptEvaluationError(
@@ -121,14 +152,14 @@ class Evaluation[Out]:
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
-    def _request_response(self) -> WireResponse:
+    def _request_response(self, turn: int) -> Steps[WireResponse]:
         self._check_limits("the next request")
         try:
-            response = self._send()
+            response = yield from self._send(turn)
         except ContainerGoneError as gone:
-            self._replace_container(gone)
+            yield from self._replace_container(gone)
             try:
-                response = self._send()
+                response = yield from self._send(turn)
             except ContainerGoneError as again:
                 raise ContainerExpiredError(_find_container_id(self.request) or "", again) from again
         usage = response.usage.as_token_usage() if response.usage else TokenUsage()
@@ -138,7 +169,7 @@ class Evaluation[Out]:
         self._log_response(response, usage)
         return response
 
-    def _send(self) -> WireResponse:
+    def _send(self, turn: int) -> Steps[WireResponse]:
         window = self.manager.inject_encrypted_items(self.history) if self.manager else self.history
         request = {**self.request, "input": normalize_input_messages(window)}
         ensure(
@@ -152,13 +183,14 @@ class Evaluation[Out]:
             prompt_name=self.rendered.prompt_name,
             deadline=self.context.deadline,
             memory_limit=self.memory_limit or _find_memory_limit(request),
+            streamed_turn=turn if self.is_streamed else None,
         )
 
-    def _replace_container(self, error: ContainerGoneError) -> None:
+    def _replace_container(self, error: ContainerGoneError) -> Steps[None]:
         known = _find_container_id(self.request) or "(unknown)"
         if self.recreate_container is None:
             raise build_container_error(known, error, "make another one") from error
-        made, text = self.recreate_container(known)
+        made, text = yield from self.recreate_container(known)
         replace_prompt_text(self.prompt_items[0], text)
         for tool in self.request["tools"]:
             if tool["type"] == "code_interpreter":
@@ -209,26 +241,27 @@ class Evaluation[Out]:
 
     # ---- tools ----------------------------------------------------------------------------------------------
 
-    def _run_function(self, call: Item) -> Item:
+    def _run_function(self, call: Item) -> Steps[Item]:
         """Run a function and return its output item."""
         name, call_id = str(call.get("name")), call.get("call_id")
         self._check_limits(f"the tool {name!r}")
         tool = index_tools_by_name(self.rendered.tools).get(name)
-        output = self.executor.run(
+        event = yield from self.executor.run(
             None if isinstance(tool, ProviderTool) else tool,
             name,
             call.get("arguments"),
             call_id if isinstance(call_id, str) else None,
         )
-        return {"type": "function_call_output", "call_id": call_id, "output": output}
+        yield from self._emit(FunctionCallFinished(name, event.call_id, event.result, event.rendered_output))
+        return {"type": "function_call_output", "call_id": call_id, "output": event.rendered_output}
 
-    def _publish_provider_calls(self, response: WireResponse) -> None:
+    def _publish_provider_calls(self, response: WireResponse) -> Steps[None]:
         """Publish ToolInvoked for each call that the provider has run."""
         tools = {one.native_type: one for one in select_provider_tools(self.rendered.tools)}
         for data in find_provider_calls(response.output):
             tool = tools.get(data.name)
             name = tool.name if tool is not None else data.name
-            self.executor.execute_and_publish(
+            yield from self.executor.execute_and_publish(
                 name,
                 data.call_id,
                 data,
@@ -237,20 +270,22 @@ class Evaluation[Out]:
                 lambda result: result.message,
             )
 
-    def _call_provider_handler(self, tool: ProviderTool[Any, Any, Any] | None, report: Any) -> object:
+    def _call_provider_handler(self, tool: ProviderTool[Any, Any, Any] | None, report: Any) -> Steps[object]:
         """Call the tool's handler with the provider's report."""
         if tool is None:
             return build_provider_result(report, self.context)
-        if tool.handle_provider_output is not None:
-            return tool.handle_provider_output(report, self.context, tool.result_type)
-        return self.executor.call_handler(tool, report)
+        handle = tool.handle_provider_output
+        if handle is None:
+            return (yield from self.executor.call_handler(tool, report))
+        call = partial(handle, report, self.context, tool.result_type)
+        return (yield from perform(CallFunction[object](call, is_async_function(handle))))
 
     # ---- answer and compaction ------------------------------------------------------------
 
-    def _build_response(self, response: WireResponse) -> PromptResponse[Out]:
+    def _build_answer(self, response: WireResponse) -> PromptResponse[Out]:
         text = read_last_message(response.output)
         notes = tuple(iter_annotations(response.output))
-        answer = PromptResponse[Out](
+        return PromptResponse[Out](
             prompt_name=self.rendered.prompt_name,
             text=text,
             output=parse_structured_output(text, self.rendered) if self.parse_output else None,
@@ -259,48 +294,50 @@ class Evaluation[Out]:
             usage=self.usage,
             transcript=tuple(self.transcript),
         )
+
+    def _finish(self, answer: PromptResponse[Out], response: WireResponse) -> Steps[None]:
+        """Store the conversation, publish the answer, and compact."""
         session = self.context.session
         session[LastModel].seed(LastModel(self.request["model"]))
         if self.manager is not None:
             session[Transcript].seed(Transcript(tuple(self.history)))
         self._publish(PromptExecuted, result=answer, usage=self.usage)
         try:
-            self._compact_if_needed(response)
+            yield from self._compact_if_needed(response)
         except CompactionError as error:
             if isinstance(error.original_error, DeadlineExceededError):
                 # The answer is here and in time; the next evaluation compacts.
                 _log.warning("There was no time left to compact the conversation of %s.", answer.prompt_name)
-                return answer
+                return
             error.response = answer
             raise
-        return answer
 
-    def _compact_between_turns(self, response: WireResponse) -> bool:
+    def _compact_between_turns(self, response: WireResponse) -> Steps[bool]:
         """As `_compact_if_needed`, before an answer: a missed deadline ends the evaluation."""
         try:
-            return self._compact_if_needed(response)
+            return (yield from self._compact_if_needed(response))
         except CompactionError as error:
             if isinstance(error.original_error, DeadlineExceededError):
                 raise error.original_error from error
             raise
 
-    def _compact_if_needed(self, response: WireResponse) -> bool:
+    def _compact_if_needed(self, response: WireResponse) -> Steps[bool]:
         """Compact if needed; return whether it was."""
         tokens = response.usage.total_tokens if response.usage else 0
         if self.manager is None or not self.manager.should_compact(tokens):
             return False
         if find_provider_calls(response.output):
-            tokens = self._count_window(self.manager) or tokens
+            tokens = (yield from self._count_window(self.manager)) or tokens
             if not self.manager.should_compact(tokens):
                 return False
         if not self.manager.is_worthwhile(self.history[self.items_before_compaction :]):
             self._warn_about_large_window(tokens)
             return False
-        self.manager.compact(self.history, deadline=self.context.deadline)
+        yield from self.manager.compact_steps(self.history, deadline=self.context.deadline)
         self.context.session[Transcript].clear()
         return True
 
-    def _count_window(self, manager: CompactionManager) -> int | None:
+    def _count_window(self, manager: CompactionManager) -> Steps[int | None]:
         """Count the tokens of the conversation. The usage of a response with provider calls does not say it: it sums up
         several model turns.
         """
@@ -333,6 +370,11 @@ class Evaluation[Out]:
     def _append_items(self, items: list[Item]) -> None:
         self.transcript += items
         self.history += items
+
+    def _emit(self, event: EvaluationEvent[Out]) -> Steps[None]:
+        """Give an event to the consumer of the stream, if there is one."""
+        if self.is_streamed:
+            yield from perform(EmitEvent(event))
 
     def _publish(self, event: Callable[..., object], **fields: object) -> None:
         self.context.event_bus.publish(

@@ -1,0 +1,97 @@
+"""The SDK's clients of an adapter: given ones, or ones that are created on first use."""
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from fumehood.client.adapters.openai.config import OpenAIClientConfig, check_client
+from fumehood.client.dbc import require
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+
+
+class SdkClients:
+    """A blocking client, and an asynchronous one for each event loop, since connections belong to a loop.
+
+    Given clients are used as they are, and never closed here.
+    """
+
+    def __init__(
+        self,
+        config: OpenAIClientConfig | None,
+        client: "OpenAI | None",
+        async_client: "AsyncOpenAI | None",
+    ) -> None:
+        require(
+            config is None or (client is None and async_client is None),
+            "client and client_config exclude each other; give one.",
+        )
+        if client is not None:
+            check_client(client)
+        require(
+            async_client is None or _is_async_client(async_client),
+            "async_client is a blocking one; pass an AsyncOpenAI(…), or pass it as client=.",
+        )
+        self._config = config or OpenAIClientConfig()
+        self._given_client = client
+        self._given_async_client = async_client
+        self._client: OpenAI | None = None
+        self._async_clients: WeakKeyDictionary[Any, AsyncOpenAI] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def get_client(self) -> "OpenAI":
+        if self._given_client is not None:
+            return self._given_client
+        require(
+            self._given_async_client is None,
+            "The adapter has an asynchronous client only, and evaluate, stream and container workspaces need a "
+            "blocking one: pass client=OpenAI(…), too.",
+        )
+        with self._lock:
+            if self._client is None:
+                self._client = self._config.create_client()
+            return self._client
+
+    def get_async_client(self) -> "AsyncOpenAI":
+        """Return the client for the running event loop."""
+        if self._given_async_client is not None:
+            return self._given_async_client
+        require(
+            self._given_client is None,
+            "The adapter has a blocking client only, and aevaluate and astream need an asynchronous one: pass "
+            "async_client=AsyncOpenAI(…), too.",
+        )
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if loop not in self._async_clients:
+                self._async_clients[loop] = self._config.create_async_client()
+            return self._async_clients[loop]
+
+    @property
+    def recreate(self) -> "Callable[[], OpenAI] | None":
+        """Creates an equal blocking client after this one was closed; None if the client was given."""
+        return None if self._given_client is not None else self._config.create_client
+
+    def close(self) -> None:
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    async def aclose(self) -> None:
+        import asyncio
+
+        self.close()
+        with self._lock:
+            client = self._async_clients.pop(asyncio.get_running_loop(), None)
+        if client is not None:
+            await client.close()
+
+
+def _is_async_client(client: object) -> bool:
+    return inspect.iscoroutinefunction(getattr(client, "close", None))
