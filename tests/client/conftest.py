@@ -73,7 +73,7 @@ def event_loop_thread() -> Iterator[EventLoopThread]:
         yield loop
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def evaluation_mode() -> str:
     """How prompts are evaluated. A module whose ALL_MODES is True, or a set of tests, does so in all four ways."""
     return "evaluate"

@@ -4,7 +4,7 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -212,6 +212,10 @@ def _upload(kind: str, body: bytes) -> tuple[str, bytes]:
     raise AssertionError("no file was sent")
 
 
+def _list_chunks(body: object) -> list[Any]:
+    return [*cast("tuple[Any, ...]", body)] if isinstance(body, tuple) else encode_stream(body)
+
+
 def _wants_stream(path: str, body: bytes) -> bool:
     return path == "/v1/responses" and json.loads(body).get("stream") is True
 
@@ -251,8 +255,7 @@ def run_openai_server() -> Generator[OpenAIServer]:
             self.end_headers()
 
         def _stream(self, reply: Reply) -> None:
-            body = cast("Any", reply.body)
-            events: Sequence[Any] = body if isinstance(body, tuple) else encode_stream(body)
+            events = _list_chunks(reply.body)
             headers = {"content-type": "text/event-stream", "transfer-encoding": "chunked", **reply.headers}
             self._send_head(200, headers)
             for event in events[: reply.breaks_after]:

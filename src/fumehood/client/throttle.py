@@ -3,13 +3,15 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import ThrottleError
-from fumehood.client.runtime.blocking_shell import BlockingShell
-from fumehood.client.runtime.operations import CallFunction, Sleep, Steps, perform
 from fumehood.client.type_validation import require_field_types
+
+if TYPE_CHECKING:
+    from fumehood.client.runtime.operations import Steps
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,19 @@ class TransientFailure:
 
 
 def retry_steps[T](
-    attempt: Callable[[], Steps[T | TransientFailure]],
+    attempt: "Callable[[], Steps[T | TransientFailure]]",
     policy: ThrottlePolicy,
     *,
     deadline: Deadline | None = None,
     prompt_name: str = "",
     random_fraction: Callable[[], float] | None = None,
-) -> Steps[T]:
+) -> "Steps[T]":
     """Repeat an attempt until its result is not a TransientFailure.
 
     Raises ThrottleError, from the last failure, when the policy is exhausted or the deadline would pass while waiting.
     """
+    from fumehood.client.runtime.operations import Sleep, perform
+
     if random_fraction is None:
         import random
 
@@ -107,6 +111,9 @@ def retry[T](
     random_fraction: Callable[[], float] | None = None,
 ) -> T:
     """As `retry_steps`, for a blocking call."""
+    from fumehood.client.runtime.blocking_shell import BlockingShell
+    from fumehood.client.runtime.operations import CallFunction, perform
+
     steps = retry_steps(
         lambda: perform(CallFunction(call)),
         policy,

@@ -12,7 +12,7 @@ from fumehood.client.runtime.blocking_shell import build_arguments, find_sdk_met
 from fumehood.client.runtime.evaluation_lock import LockTicket
 from fumehood.client.runtime.operations import (
     AwaitLock,
-    Caller,
+    CallerIdentity,
     CallFunction,
     CloseStream,
     EmitEvent,
@@ -95,7 +95,7 @@ class AsyncShell:
             case AwaitLock():
                 return await _wait_for_ticket(operation.ticket, operation.timeout)
             case IdentifyCaller():
-                return Caller(threading.get_ident(), asyncio.current_task())
+                return CallerIdentity(threading.get_ident(), asyncio.current_task())
             case _:
                 raise AssertionError(f"unknown operation: {operation!r}")
 

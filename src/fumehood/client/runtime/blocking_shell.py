@@ -1,7 +1,6 @@
 """Performs the core's operations in the calling thread."""
 
 import inspect
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any, cast
 
 from fumehood.client.runtime.operations import (
     AwaitLock,
-    Caller,
+    CallerIdentity,
     CallFunction,
     CloseStream,
     EmitEvent,
@@ -107,7 +106,7 @@ class BlockingShell:
             case AwaitLock():
                 return operation.ticket.wait(operation.timeout)
             case IdentifyCaller():
-                return Caller(threading.get_ident())
+                return CallerIdentity(threading.get_ident())
             case _:
                 raise AssertionError(f"unknown operation: {operation!r}")
 
@@ -152,6 +151,8 @@ class _BlockingStream:
 
     def _disconnect(self) -> None:
         """Wake the reading thread, for which the connection seems to break."""
+        import socket
+
         connection = self.reply.http_response.extensions.get("network_stream")
         if connection is not None:
             with suppress(OSError):

@@ -8,14 +8,14 @@ from weakref import WeakKeyDictionary
 
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import DeadlineExceededError, PromptEvaluationError
-from fumehood.client.runtime.operations import AwaitLock, Caller, IdentifyCaller, Steps, perform
+from fumehood.client.runtime.operations import AwaitLock, CallerIdentity, IdentifyCaller, Steps, perform
 from fumehood.client.runtime.session import SessionProtocol
 
 
 class LockTicket:
     """A place in the queue for a lock. owner: what drives the evaluation."""
 
-    def __init__(self, owner: Caller) -> None:
+    def __init__(self, owner: CallerIdentity) -> None:
         self.owner = owner
         self._granted = threading.Event()
         self._mutex = threading.Lock()
@@ -48,7 +48,7 @@ class EvaluationLock:
         self._mutex = threading.Lock()
         self._queue: deque[LockTicket] = deque()  # the first holds the lock
 
-    def request(self, owner: Caller) -> LockTicket:
+    def request(self, owner: CallerIdentity) -> LockTicket:
         ticket = LockTicket(owner)
         with self._mutex:
             self._queue.append(ticket)
@@ -57,7 +57,7 @@ class EvaluationLock:
             ticket.grant()
         return ticket
 
-    def waits_for(self, caller: Caller) -> bool:
+    def waits_for(self, caller: CallerIdentity) -> bool:
         """Whether the evaluation that holds the lock cannot go on while this caller waits for it."""
         with self._mutex:
             holder = self._queue[0].owner if self._queue else None

@@ -96,7 +96,7 @@ class Sleep(Operation[None]):
 
 
 @dataclass(frozen=True)
-class Caller:
+class CallerIdentity:
     """What drives the core. task: None in the blocking shell."""
 
     thread: int
@@ -104,7 +104,7 @@ class Caller:
 
 
 @dataclass(frozen=True)
-class IdentifyCaller(Operation[Caller]):
+class IdentifyCaller(Operation[CallerIdentity]):
     pass
 
 
