@@ -61,6 +61,7 @@ from tests.support.client_prompts import (
     query_tool,
     typed,
 )
+from tests.support.evaluation_modes import MODES
 from tests.support.openai_server import Reply, error, message, response
 
 ALL_MODES = True
@@ -370,10 +371,10 @@ _JUNK: list[Any] = [
 _CHANGES = st.tuples(st.sampled_from([*iter_paths(_WHOLE)]), st.sampled_from(_JUNK))
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(_CHANGES, min_size=1, max_size=3))
+@settings(max_examples=120, deadline=None)
+@given(st.sampled_from(MODES), st.lists(_CHANGES, min_size=1, max_size=3))
 def test_a_malformed_response_is_read_as_far_as_it_goes_or_refused(
-    shared_stand_in: OpenAIStandIn, evaluation_mode: str, changes: list[tuple[tuple[Any, ...], Any]]
+    shared_stand_in: OpenAIStandIn, mode: str, changes: list[tuple[tuple[Any, ...], Any]]
 ) -> None:
     """Nothing that a provider sends ends in an error that is not ours."""
     body = json.loads(json.dumps(_WHOLE))
@@ -383,7 +384,7 @@ def test_a_malformed_response_is_read_as_far_as_it_goes_or_refused(
             inner[path[-1]] = junk
     shared_stand_in.server.script(Reply(body), response(message("done")))
     session, events = listen()
-    stand_in = replace(shared_stand_in, mode=evaluation_mode)
+    stand_in = replace(shared_stand_in, mode=mode)
     with contextlib.suppress(FumehoodError):
         stand_in.adapter(hosted_tools=HOSTED).evaluate(prompt(query_tool), session=session)
     assert shared_stand_in.server.asked
