@@ -374,10 +374,10 @@ def test_a_filesystem_writes_files_of_any_type(gateway_server: GatewayServer) ->
 
 
 @pytest.fixture(scope="module")
-def shared_container(gateway_server: GatewayServer) -> Iterator[str]:
-    container = ContainerManager(gateway_server.client, SMALL).create()
+def shared_container(shared_gateway: GatewayServer) -> Iterator[str]:
+    container = ContainerManager(shared_gateway.client, SMALL).create()
     yield container
-    gateway_server.client.containers.delete(container)
+    shared_gateway.client.containers.delete(container)
 
 
 def test_a_workspace_and_the_tool_share_one_container(
