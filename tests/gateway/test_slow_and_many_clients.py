@@ -125,6 +125,7 @@ class Watched:
 @asynccontextmanager
 async def watched(directory: Path, *answers: Any) -> AsyncGenerator[Watched]:
     async with open_raw_model_server(*answers) as chat:
+        chat.model_list = b'{"object":"list","data":[]}'  # the gateway asks for it at its start
         settings = {
             "models": [{"match": "*", "base_url": chat.url}],
             "providers": {"code_interpreter": {"enabled": False}},
