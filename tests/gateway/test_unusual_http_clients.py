@@ -177,7 +177,7 @@ async def test_head_is_served_where_get_is(gateway: ScriptedGateway, connection:
             expected = {name: value for name, value in get_answer.headers.items() if name not in CHANGING}
             expected.pop("transfer-encoding", None)  # which says how a body comes, and there is none
             found = {name: value for name, value in head_answer.headers.items() if name not in CHANGING}
-            if path == "/metrics":  # whose metrics_page move
+            if path == "/metrics":  # whose values change
                 expected.pop("content-length")
                 assert int(found.pop("content-length")) > 0
             assert found == expected, path

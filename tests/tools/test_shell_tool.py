@@ -15,6 +15,7 @@ from fumehood.interfaces import AdditionalItem, Caller, ConfiguredTool
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.openai.api_errors import InvalidRequest, NotFound
 from fumehood.protocol.openai.items import (
+    ContainerReference,
     ExecutionDetails,
     ShellCall,
     ShellCallOutput,
@@ -60,6 +61,11 @@ class ShellCallRecord:
     further: AdditionalItem
     exchange: ToolExchange
     files: Sequence[str]
+
+    @property
+    def container_id(self) -> str:
+        assert isinstance(self.call.environment, ContainerReference)
+        return self.call.environment.container_id
 
     @property
     def output(self) -> ShellCallOutput:
@@ -449,7 +455,7 @@ async def test_code_and_commands_share_a_container_along_a_conversation() -> Non
         third = await harness.interpreter.run("print(2)")
         fourth = await harness.run("pwd")
         used = {first.item.container_id, third.item.container_id}
-        used |= {ran.call.environment.container_id for ran in (second, fourth)}
+        used |= {ran.container_id for ran in (second, fourth)}
         assert len(used) == 1
         assert len({name for name, _ in harness.provider.requests}) == 1
         assert [request.language for _, request in harness.provider.requests] == ["python", "shell"] * 2
@@ -608,4 +614,4 @@ async def test_the_code_interpreter_remembers_for_both() -> None:
         assert await harness.shell.snapshot_state(SOMEBODY, harness.interpreter.segments) is None
         remembered = [given_back(msgspec.json.decode(raw)) for raw in memory.items]
         offered = await harness.configure(segments=[ConversationSegment(tuple(remembered))])
-        assert offered.binding.container_id == ran.call.environment.container_id
+        assert offered.binding.container_id == ran.container_id

@@ -568,7 +568,7 @@ async def test_a_listing_never_strays_into_a_neighbour(
     """A sandbox that ends during a walk gives its descriptor's number to the next one."""
     ended, walk = threading.Event(), data_directory.list_files
 
-    def walk_late(data_fd: int) -> tuple[list[FileStat], bool]:
+    def walk_late(data_fd: int) -> data_directory.DirectoryListing:
         ended.wait(20)
         return walk(data_fd)
 
