@@ -41,7 +41,7 @@ endif
 $(STAMP): pyproject.toml uv.lock .python-version src/fumehood/__init__.py $(SETUP)
 	@$(SETUP)
 
-.PHONY: help setup setup-clients demo test test-313 test-busy test-wheel test-openai-floor test-mutations test-slow test-clients test-phoenix check format-check lint types imports fmt bench bench-sandbox bench-warm-start bench-gateway bench-check lock clean
+.PHONY: help setup setup-clients demo test test-313 test-busy test-wheel test-openai-floor test-mutations test-slow test-clients test-phoenix check format-check lint types imports fmt bench bench-sandbox bench-warm-start bench-gateway bench-check images lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -151,9 +151,13 @@ bench-check: $(BENCH_STAMP) ## Fail if ratios fell behind the best so far (ARGS=
 	@$(RUN) python -m benchmarks.gateway --quick --json .venv/bench-gateway.json
 	@$(RUN) python -m tools.bench_check .venv/bench-sandbox.json .venv/bench-gateway.json $(ARGS)
 
+# As root, with buildah: far from what `make test` needs, so it is not part of it.
+images: ## Build the images of gateway and sandbox server (as root, with buildah)
+	@deploy/images/build.sh
+
 lock: ## Bring uv.lock up to date with pyproject.toml
 	@env -u UV_DEFAULT_INDEX -u UV_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL $(SETUP) uv lock
 
 clean: ## Remove the environment and all caches
-	@rm -rf .venv .venv-3.13 .uv .wheels .clients $(PHOENIX) $(CLIENTS)/node_modules .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
+	@rm -rf .venv .venv-3.13 .uv .wheels .clients .images $(PHOENIX) $(CLIENTS)/node_modules .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
 	@find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -177,7 +177,7 @@ def test_every_decision_is_in_the_index() -> None:
     assert len(set(numbers)) == len(numbers), "two records with one number"
 
 
-@pytest.mark.parametrize("script", [".ci/run", "tools/setup.sh"])
+@pytest.mark.parametrize("script", [".ci/run", "deploy/images/build.sh", "tools/setup.sh"])
 def test_script_is_executable(script: str) -> None:
     assert (ROOT / script).stat().st_mode & 0o111
 
