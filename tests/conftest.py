@@ -13,7 +13,7 @@ settings.load_profile("fumehood")
 
 
 # The kits are tests, though they are shipped.
-pytest.register_assert_rewrite("fumehood.testing.kits")
+pytest.register_assert_rewrite("fumehood.testing.conformance_kits")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from fumehood.message_parts.part_format import REPRESENTATIONS
+from fumehood.message_parts.part_schema import REPRESENTATIONS
 from fumehood.message_parts.tool_payloads import TOOL_KINDS, ToolKind, required_fields
 from fumehood.message_parts.vendor_codec import ItemMapping, VendorCodec
 from fumehood.message_parts.vendors import VENDORS, openai

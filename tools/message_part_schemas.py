@@ -5,12 +5,12 @@ from typing import Any, cast
 import msgspec
 
 from fumehood.message_parts.canonical_parts import JsonObject
-from fumehood.message_parts.part_format import (
+from fumehood.message_parts.part_schema import (
     PLAIN_PART_FIELDS,
     REPRESENTATIONS,
     RESERVED_TYPES,
     TOOL_PART_TYPES,
-    ToolPartFormat,
+    ToolPartType,
 )
 from fumehood.message_parts.tool_payloads import RESERVED_NAMES, TOOL_KINDS, forbidden_fields
 
@@ -109,7 +109,7 @@ def _one_of_payloads(*, call: bool) -> JsonObject:
 # --- parts --------------------------------------------------------------------------------------------
 
 
-def _tool_part_schema(part_type: ToolPartFormat) -> JsonObject:
+def _tool_part_schema(part_type: ToolPartType) -> JsonObject:
     properties: JsonObject = {"type": {"const": part_type.type, "type": "string"}, "id": _NULLABLE_STRING}
     required = ["type"]
     rules: list[JsonObject] = []
@@ -132,7 +132,7 @@ def _tool_part_schema(part_type: ToolPartFormat) -> JsonObject:
     return {**made, "allOf": [*rules]} if rules else made
 
 
-def _name_implies_kind(part_type: ToolPartFormat, name: str) -> JsonObject:
+def _name_implies_kind(part_type: ToolPartType, name: str) -> JsonObject:
     """A tool that has the name of a kind is of that kind, unless it is a function or an MCP tool."""
     kinds: JsonObject = {"properties": {"type": {"enum": [name, *_KINDS_WITH_NAMED_TOOLS]}}}
     return {
@@ -148,7 +148,7 @@ def _same_kind_rule(one: str, other: str, name: str) -> JsonObject:
     return {"if": {**of_kind(one), "required": [one]}, "then": of_kind(other)}
 
 
-def _legacy_part_schema(part_type: ToolPartFormat) -> JsonObject:
+def _legacy_part_schema(part_type: ToolPartType) -> JsonObject:
     """The schema before typed payloads, which specification 002 calls the current one: any arguments and responses."""
     properties: JsonObject = {"type": {"const": part_type.type, "type": "string"}, "id": _NULLABLE_STRING}
     if part_type.call:

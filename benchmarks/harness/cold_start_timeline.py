@@ -23,7 +23,7 @@ from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest
 from fumehood.sandbox_server.host import jail_launcher
 from fumehood.sandbox_server.host.resource_allocator import ResourceAllocator
 from fumehood.sandbox_server.settings import SandboxServerSettings
-from fumehood.sandbox_server.supervisor.local_sandbox_adapter import LocalSandboxAdapter
+from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from fumehood.sandbox_server.supervisor.zygote_connection import ZygoteConnection
@@ -196,7 +196,7 @@ async def _record_one(supervisor: Supervisor, watch: SupervisorTimeline) -> list
     sandbox = await supervisor.create()
     watch.mark("created")
     text = ""
-    async for event in LocalSandboxAdapter(sandbox).execute(ExecuteRequest(code=_PRINT_TIMELINE)):
+    async for event in InProcessSandbox(sandbox).execute(ExecuteRequest(code=_PRINT_TIMELINE)):
         if getattr(event, "text", None):
             watch.mark("first output")
             text += event.text  # pyright: ignore[reportAttributeAccessIssue]

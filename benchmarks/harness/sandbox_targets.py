@@ -24,7 +24,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 from fumehood.sandbox_client import RemoteSandboxProvider
 from fumehood.sandbox_server.settings import SandboxServerSettings
-from fumehood.sandbox_server.supervisor.local_sandbox_adapter import LocalSandboxAdapter
+from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 
@@ -86,7 +86,7 @@ class InProcessTarget(SandboxTarget):
 
     async def run(self, sandbox: SandboxInstance, code: str, *, timeout: float = 60.0) -> TimedCall:
         return await _time_events(
-            LocalSandboxAdapter(sandbox).execute(ExecuteRequest(code=code, timeout_seconds=timeout))
+            InProcessSandbox(sandbox).execute(ExecuteRequest(code=code, timeout_seconds=timeout))
         )
 
     async def delete(self, sandbox: SandboxInstance) -> None:

@@ -28,7 +28,7 @@ from fumehood.gateway import (
     EventLoopLagMonitor,
     Gateway,
     GatewayMetrics,
-    GatewayServer,
+    GatewayWebServer,
     RequestLimiter,
     RequestLog,
     log_to_logger,
@@ -140,7 +140,7 @@ async def serve(
     """Serve until a signal arrives. Raises ConfigError, StartupError."""
     request_log = BufferedRequestLog(_write_to_stderr, config.telemetry.log_format)
     async with assemble_gateway(config, environ, request_log) as gateway:
-        server = GatewayServer(
+        server = GatewayWebServer(
             gateway.app,
             sock,
             lambda: gateway.runs.drain(config.server.shutdown_grace),

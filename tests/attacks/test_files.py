@@ -8,7 +8,7 @@ from textwrap import dedent
 
 import pytest
 
-from fumehood.sandbox_server.inside.files.data_directory import MAX_ENTRIES
+from fumehood.sandbox_server.inside.files.untrusted_files import MAX_ENTRIES
 from tests.attacks.conftest import Host
 from tests.support.driver_client import DriverError, SandboxClient
 

@@ -27,7 +27,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     SandboxFileNotFound,
     SandboxServerAtCapacity,
 )
-from fumehood.sandbox_server.supervisor.local_sandbox_adapter import iter_events
+from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.sandbox_runs import ExecutionOutcome, has_cgroups, run, settings, start

@@ -12,7 +12,7 @@ import jsonschema_rs
 import pytest
 
 from fumehood.message_parts.conversion import list_formats
-from fumehood.message_parts.part_format import REPRESENTATIONS
+from fumehood.message_parts.part_schema import REPRESENTATIONS
 from tests.support.cli_runner import run_command
 from tests.support.vendor_item_samples import DOCUMENTS, SAMPLES
 

@@ -23,7 +23,7 @@ from fumehood.protocol.openai.api_errors import (
     RateLimited,
 )
 from fumehood.protocol.openai.container_objects import ContainerRecord, ContainerSpec
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 from fumehood.protocol.sandbox.sandbox_errors import SandboxServerUnreachable
 from fumehood.protocol.sandbox.sandbox_messages import DomainSecret, NetworkAllowlist, SandboxSpec
 from fumehood.store.aes_gcm_sealer import KEY_BYTES, AesGcmSealer

@@ -14,7 +14,7 @@ from fumehood.interfaces import Caller, ExecutionStarted, SandboxRef
 from fumehood.protocol.api_keys import ApiKeyLimits
 from fumehood.protocol.openai.api_errors import NotFound, RateLimited
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerSpec
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 from fumehood.protocol.sandbox.sandbox_errors import (
     InvalidSandboxRequest,
     SandboxError,

@@ -40,7 +40,7 @@ from fumehood.testing import (
     ScriptedSandboxProvider,
     WriteFile,
 )
-from fumehood.testing.kits.payloads import build_archive
+from fumehood.testing.conformance_kits.payloads import build_archive
 from tests.support.containers import SOMEBODY, ContainerHarness, container_harness
 from tests.support.sandbox_http import serve_provider
 

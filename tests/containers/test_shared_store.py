@@ -15,7 +15,7 @@ from fumehood.containers.container_service import SandboxContainerService
 from fumehood.containers.container_state import ContainerSettings
 from fumehood.protocol.openai.api_errors import ContainerExpired, RateLimited
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord, ContainerSpec
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, SandboxSpec, make_execution_end
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.store.sqlite_store import SqliteStore

@@ -13,7 +13,7 @@ from fumehood.store.disk_blob_store import DiskBlobStore
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.store.sqlite_store import SqliteStore
 from fumehood.testing import FakeClock, MemoryBlobStore, MemoryStore
-from fumehood.testing.kits.blob_store_kit import BlobStoreKit, ReferencedBlobsKit
+from fumehood.testing.conformance_kits.blob_store_kit import BlobStoreKit, ReferencedBlobsKit
 
 
 class TestMemoryBlobs(BlobStoreKit):

@@ -22,12 +22,12 @@ from fumehood.testing import (
     MemoryBlobStore,
     MemoryStore,
 )
-from fumehood.testing.kits.container_service_kit import (
+from fumehood.testing.conformance_kits.container_service_kit import (
     SOMEBODY,
     ContainerServiceKit,
     ContainerSubject,
 )
-from fumehood.testing.kits.payloads import stream_chunks
+from fumehood.testing.conformance_kits.payloads import stream_chunks
 from tests.support.sandbox_runs import has_cgroups
 from tests.support.scripted_sandbox_programs import make_scripted_sandboxes
 

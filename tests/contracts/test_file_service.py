@@ -10,7 +10,7 @@ from fumehood.store.disk_blob_store import DiskBlobStore
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.store.sqlite_store import SqliteStore
 from fumehood.testing import FakeClock, MemoryBlobStore, MemoryStore
-from fumehood.testing.kits.file_service_kit import (
+from fumehood.testing.conformance_kits.file_service_kit import (
     MAX_FILE_BYTES,
     MAX_TENANT_BYTES,
     MAX_TENANT_FILES,

@@ -18,7 +18,7 @@ from fumehood.testing import (
     ScriptedToolAnswer,
     WriteFile,
 )
-from fumehood.testing.kits.hosted_tool_kit import HostedToolKit, ToolSubject
+from fumehood.testing.conformance_kits.hosted_tool_kit import HostedToolKit, ToolSubject
 from fumehood.tools.code_interpreter_tool import CodeInterpreterTool
 from fumehood.tools.shell_tool import ShellTool
 

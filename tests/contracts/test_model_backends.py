@@ -22,8 +22,8 @@ from fumehood.protocol.openai.tool_specs import ModelToolDefinition
 from fumehood.telemetry.instrumentation import InstrumentedModelProvider
 from fumehood.telemetry.operation_records import RecordDispatcher, RecordListener, SpanRecord
 from fumehood.testing import ScriptedModel, SingleBackendProvider, TurnStep, calls, says
+from fumehood.testing.conformance_kits.model_backend_kit import ModelBackendKit, ModelSubject
 from fumehood.testing.fakes.fake_clock import FakeClock
-from fumehood.testing.kits.model_backend_kit import ModelBackendKit, ModelSubject
 from tests.support import raw_model_server, responses_events
 from tests.support.conversations import message, segment
 from tests.support.raw_model_server import BREAK_CONNECTION, RawModelServer, Responder, chunk, stream

@@ -11,8 +11,8 @@ from msgspec import Raw
 from fumehood.interfaces import PassthroughRequest
 from fumehood.models.model_settings import ModelSettings
 from fumehood.models.registry import open_model_registry
+from fumehood.testing.conformance_kits.passthrough_kit import PassthroughKit, PassthroughSubject
 from fumehood.testing.fakes.fake_clock import FakeClock
-from fumehood.testing.kits.passthrough_kit import PassthroughKit, PassthroughSubject
 from tests.support import raw_model_server
 from tests.support.raw_model_server import BREAK_CONNECTION, ReceivedRequest, Responder, chunk, stream
 

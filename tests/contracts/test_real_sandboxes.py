@@ -13,8 +13,8 @@ from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
 from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
 from fumehood.sandbox_server.api.sandbox_service import SandboxService
-from fumehood.sandbox_server.supervisor.local_sandbox_adapter import LocalSandboxAdapter
-from fumehood.testing.kits.sandbox_kit import SandboxKit, SandboxSubject
+from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
+from fumehood.testing.conformance_kits.sandbox_kit import SandboxKit, SandboxSubject
 from tests.support.sandbox_runs import has_cgroups, settings
 from tests.support.sandbox_server import run_server
 
@@ -33,8 +33,8 @@ class InProcessProvider:
         sandbox, _ = await self._service.get_or_create(secrets.token_hex(8) if name is None else name, spec)
         return SandboxRef(sandbox.name)
 
-    async def attach(self, ref: SandboxRef) -> LocalSandboxAdapter:
-        return LocalSandboxAdapter(self._service.get(ref.id))
+    async def attach(self, ref: SandboxRef) -> InProcessSandbox:
+        return InProcessSandbox(self._service.get(ref.id))
 
     async def destroy(self, ref: SandboxRef) -> None:
         await self._service.delete(ref.id)

@@ -6,7 +6,7 @@ import pytest
 
 from fumehood.interfaces import SandboxProvider
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
-from fumehood.testing.kits.sandbox_kit import SandboxKit, SandboxSubject
+from fumehood.testing.conformance_kits.sandbox_kit import SandboxKit, SandboxSubject
 from tests.support.sandbox_http import ServerBehaviour, serve_provider
 from tests.support.scripted_sandbox_programs import make_scripted_sandboxes
 

@@ -6,7 +6,7 @@ import pytest
 
 from fumehood.interfaces import SandboxProvider
 from fumehood.testing import ScriptedSandboxProvider
-from fumehood.testing.kits.sandbox_kit import SandboxKit, SandboxSubject
+from fumehood.testing.conformance_kits.sandbox_kit import SandboxKit, SandboxSubject
 from tests.support.scripted_sandbox_programs import make_scripted_sandboxes
 
 

@@ -5,7 +5,7 @@ import pytest
 from fumehood.interfaces import Sealer
 from fumehood.store.aes_gcm_sealer import AesGcmSealer
 from fumehood.testing import PlainSealer
-from fumehood.testing.kits.sealer_kit import SealerKit
+from fumehood.testing.conformance_kits.sealer_kit import SealerKit
 
 
 class TestPlainSealer(SealerKit):

@@ -7,9 +7,9 @@ import pytest
 
 from fumehood.store.sqlite_store import SqliteStore
 from fumehood.testing import FakeClock, MemoryStore
-from fumehood.testing.kits.lease_kit import SharedStoreKit
-from fumehood.testing.kits.store_fixtures import StoreSubject
-from fumehood.testing.kits.store_kit import SegmentCacheKit, StoreKit
+from fumehood.testing.conformance_kits.lease_kit import SharedStoreKit
+from fumehood.testing.conformance_kits.store_fixtures import StoreSubject
+from fumehood.testing.conformance_kits.store_kit import SegmentCacheKit, StoreKit
 
 
 class TestMemoryStore(StoreKit, SharedStoreKit, SegmentCacheKit):

@@ -14,14 +14,14 @@ from fumehood.files.upload_file_service import UploadFileService, UploadSettings
 from fumehood.interfaces import Caller, FileTotals
 from fumehood.protocol.openai.api_errors import InvalidRequest, NotFound, ServiceUnavailable
 from fumehood.protocol.openai.file_objects import FileUploadMetadata, UploadedFileRecord
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 from fumehood.store.disk_blob_store import DiskBlobStore
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.store.migrations import StoreOpenError
 from fumehood.store.sqlite_store import SqliteStore
 from fumehood.testing import FakeClock, MemoryBlobStore, MemoryStore
-from fumehood.testing.kits.file_service_kit import ANN
-from fumehood.testing.kits.payloads import stream_chunks
+from fumehood.testing.conformance_kits.file_service_kit import ANN
+from fumehood.testing.conformance_kits.payloads import stream_chunks
 from tests.support.upload_gateway import list_files
 from tests.support.waiting import wait_until
 

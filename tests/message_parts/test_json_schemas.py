@@ -18,7 +18,7 @@ from fumehood.message_parts import read_published_schema
 from fumehood.message_parts.canonical_parts import Json
 from fumehood.message_parts.conversion import convert, from_vendor, to_vendor
 from fumehood.message_parts.otel_parts import from_representation, to_representation, upgrade_part
-from fumehood.message_parts.part_format import REPRESENTATIONS, TOOL_PART_TYPES, find_part_error
+from fumehood.message_parts.part_schema import REPRESENTATIONS, TOOL_PART_TYPES, find_part_error
 from fumehood.message_parts.tool_payloads import TOOL_KINDS, required_fields
 from tests.support.vendor_item_samples import SAMPLES
 from tools.build_message_parts import PUBLISHED_SCHEMAS, schema_text

@@ -22,7 +22,7 @@ from fumehood.message_parts.otel_parts import (
     from_representation,
     to_representation,
 )
-from fumehood.message_parts.part_format import (
+from fumehood.message_parts.part_schema import (
     REPRESENTATIONS,
     TOOL_PART_TYPES,
     MalformedPartError,

@@ -28,7 +28,7 @@ from fumehood.message_parts.canonical_parts import (
 from fumehood.message_parts.conversion import from_vendor, to_vendor
 from fumehood.message_parts.json_paths import is_same_json
 from fumehood.message_parts.otel_parts import from_representation, to_representation
-from fumehood.message_parts.part_format import REPRESENTATIONS, find_part_error
+from fumehood.message_parts.part_schema import REPRESENTATIONS, find_part_error
 from fumehood.message_parts.validation import validate
 from tests.support.vendor_item_samples import DOCUMENTS, OPENAI, SAMPLES
 

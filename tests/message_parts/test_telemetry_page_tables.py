@@ -4,7 +4,7 @@ import re
 
 from fumehood import message_parts
 from fumehood.cli import app
-from fumehood.message_parts.part_format import REPRESENTATIONS, TOOL_PART_TYPES
+from fumehood.message_parts.part_schema import REPRESENTATIONS, TOOL_PART_TYPES
 from fumehood.message_parts.vendors import VENDORS
 from tools.build_message_parts import PAGE, update_tables
 

@@ -7,7 +7,7 @@ import jsonschema_rs
 import pytest
 
 from fumehood.message_parts.conversion import convert
-from fumehood.message_parts.part_format import REPRESENTATIONS
+from fumehood.message_parts.part_schema import REPRESENTATIONS
 from fumehood.message_parts.validation import read_published_schema, validate
 from tests.support.vendor_item_samples import SAMPLES
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from fumehood.message_parts.canonical_parts import Json, ToolCallPart, ToolCallResponsePart
 from fumehood.message_parts.conversion import convert, from_vendor, to_vendor
-from fumehood.message_parts.part_format import REPRESENTATIONS
+from fumehood.message_parts.part_schema import REPRESENTATIONS
 from tests.support import vendor_item_samples as samples
 
 type Through = Callable[[Any], Any]

@@ -37,7 +37,7 @@ from fumehood.sandbox_client.server_connection import (
     SandboxReadTimeout,
 )
 from fumehood.testing import SandboxAction, ScriptedExecution, ScriptedSandboxProvider
-from fumehood.testing.kits.assertions import assert_each_raises
+from fumehood.testing.conformance_kits.assertions import assert_each_raises
 from tests.support.relay import relay
 from tests.support.sandbox_http import ProviderServer, ServerBehaviour, serve_provider
 

@@ -12,10 +12,10 @@ import pytest
 
 from fumehood.protocol.openai.api_errors import StorageCorrupted
 from fumehood.protocol.openai.container_objects import ContainerRecord, ContainerSpec
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 from fumehood.protocol.openai.responses import Response
 from fumehood.store.sqlite_store import SqliteStore, StoreOpenError
-from fumehood.testing.kits.store_fixtures import make_response, store_response
+from fumehood.testing.conformance_kits.store_fixtures import make_response, store_response
 
 PAGE = 4096
 

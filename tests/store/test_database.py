@@ -18,7 +18,7 @@ from fumehood.store.database import Database
 from fumehood.store.migrations import MIGRATIONS, Migration, StoreOpenError, migrate
 from fumehood.store.sqlite_store import SqliteStore
 from fumehood.testing import FakeClock
-from fumehood.testing.kits.store_fixtures import list_user_texts, make_response, store_response
+from fumehood.testing.conformance_kits.store_fixtures import list_user_texts, make_response, store_response
 from tests.support.small_disk import free_disk, mount_small_disk
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ import pytest
 
 from fumehood.protocol.openai.api_errors import StorageUnavailable
 from fumehood.store.disk_blob_store import DiskBlobStore
-from fumehood.testing.kits.payloads import stream_chunks
+from fumehood.testing.conformance_kits.payloads import stream_chunks
 from tests.support.small_disk import mount_small_disk
 
 ROOT = Path(__file__).resolve().parents[2]

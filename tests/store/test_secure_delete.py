@@ -15,7 +15,7 @@ from fumehood.protocol.openai.container_objects import ContainerFileRecord, Cont
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
 from fumehood.store import database
 from fumehood.store.sqlite_store import SqliteStore
-from fumehood.testing.kits.store_fixtures import store_response
+from fumehood.testing.conformance_kits.store_fixtures import store_response
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "text-that-must-go"
@@ -97,7 +97,7 @@ import asyncio, os, signal, sys
 from pathlib import Path
 from fumehood.store import database
 from fumehood.store.sqlite_store import SqliteStore
-from fumehood.testing.kits.store_fixtures import store_response
+from fumehood.testing.conformance_kits.store_fixtures import store_response
 async def main():
     store = await SqliteStore.open(Path(sys.argv[1]))
     response = await store_response(store, sys.argv[2])

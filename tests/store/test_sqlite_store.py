@@ -14,7 +14,12 @@ from fumehood.protocol.openai.responses import Response
 from fumehood.store import response_rows
 from fumehood.store.database import Database
 from fumehood.store.sqlite_store import SqliteStore
-from fumehood.testing.kits.store_fixtures import list_user_texts, load_segments, make_response, store_response
+from fumehood.testing.conformance_kits.store_fixtures import (
+    list_user_texts,
+    load_segments,
+    make_response,
+    store_response,
+)
 
 
 def _query(path: Path, question: str) -> list[tuple[object, ...]]:

@@ -18,7 +18,7 @@ from fumehood.protocol.openai.responses import Response
 from fumehood.store import response_rows
 from fumehood.store.sqlite_store import SqliteStore
 from fumehood.testing import FakeClock, MemoryStore
-from fumehood.testing.kits.store_fixtures import (
+from fumehood.testing.conformance_kits.store_fixtures import (
     make_assistant_message,
     make_model_item,
     make_response,

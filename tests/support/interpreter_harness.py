@@ -41,7 +41,7 @@ from fumehood.testing import (
     ScriptedExecution,
     ScriptedSandboxProvider,
 )
-from fumehood.testing.kits.hosted_tool_kit import run_call
+from fumehood.testing.conformance_kits.hosted_tool_kit import run_call
 from fumehood.tools.code_interpreter_tool import CodeInterpreterTool, ConfiguredCodeInterpreter
 from fumehood.tools.interpreter_call import CodeInterpreterToolSettings
 from tests.support.sandbox_runs import has_cgroups

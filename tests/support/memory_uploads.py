@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fumehood.interfaces import Caller
 from fumehood.protocol.openai.api_errors import NotFound
 from fumehood.protocol.openai.file_objects import FileUploadMetadata, UploadedFileRecord
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 from fumehood.testing import MemoryBlobStore
 
 _PIECE = 1000

@@ -21,7 +21,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 from fumehood.sandbox_server.host import cgroups
 from fumehood.sandbox_server.settings import SandboxServerSettings
-from fumehood.sandbox_server.supervisor.local_sandbox_adapter import iter_events
+from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
 from fumehood.sandbox_server.supervisor.sandbox_execution import SandboxExecution
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 

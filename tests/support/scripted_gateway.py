@@ -15,8 +15,8 @@ from fumehood.containers.container_service import SandboxContainerService
 from fumehood.engine.run_event_log import EventLog, ReaderLagLimits
 from fumehood.files.upload_file_service import UploadFileService
 from fumehood.gateway.app import Gateway
+from fumehood.gateway.gateway_web_server import GatewayWebServer
 from fumehood.gateway.request_limiter import RequestLimiter
-from fumehood.gateway.server import GatewayServer
 from fumehood.http_server.listening_sockets import ListenAddress, listen
 from fumehood.interfaces import Caller, ReserveMemory
 from fumehood.models.registry import ModelRegistry
@@ -33,7 +33,7 @@ from fumehood.protocol.openai.items import (
     OutputMessage,
     OutputText,
 )
-from fumehood.protocol.openai.page_query import PageQuery, find_page
+from fumehood.protocol.openai.pagination import PageQuery, find_page
 from fumehood.protocol.openai.responses import CreateResponse, Response, Usage
 from fumehood.protocol.openai.stream_events import (
     CodeInterpreterCallCodeDelta,
@@ -367,7 +367,7 @@ class ScriptedGateway:
     base: str
     port: int
     session: aiohttp.ClientSession
-    server: GatewayServer
+    server: GatewayWebServer
     app: Gateway
     runs: ScriptedRuns
     store: MemoryStore
@@ -458,7 +458,7 @@ async def run_gateway(
     )
     app = Gateway(**(behind | options))
     listener = listen(ListenAddress(port=0))
-    server = GatewayServer(
+    server = GatewayWebServer(
         app, listener.sock, lambda: runs.drain(1.0), on_stalled=app.metrics.record_stalled_reader
     )
     ready = asyncio.Event()

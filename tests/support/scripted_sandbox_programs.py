@@ -17,7 +17,7 @@ from fumehood.testing import (
     ScriptedSandboxProvider,
     WriteFile,
 )
-from fumehood.testing.kits import container_subject, sandbox_kit
+from fumehood.testing.conformance_kits import container_subject, sandbox_kit
 
 
 async def _wait_for_go_file(sandbox: ScriptedSandbox) -> None:

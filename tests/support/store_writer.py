@@ -15,7 +15,7 @@ from pathlib import Path
 from fumehood.protocol.conversation import ConversationEntry
 from fumehood.protocol.openai.responses import Response
 from fumehood.store.sqlite_store import SqliteStore
-from fumehood.testing.kits.store_fixtures import make_response, make_user_item
+from fumehood.testing.conformance_kits.store_fixtures import make_response, make_user_item
 
 WRITERS = 8
 

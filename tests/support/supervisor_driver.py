@@ -26,7 +26,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     SandboxSpec,
 )
 from fumehood.sandbox_server.settings import SandboxServerSettings
-from fumehood.sandbox_server.supervisor.local_sandbox_adapter import LocalSandboxAdapter
+from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 
@@ -78,7 +78,7 @@ class SupervisorDriver:
         request = ExecuteRequest(
             code=code, timeout_seconds=timeout, requirements=requirements, language=language
         )
-        async for event in LocalSandboxAdapter(self._find(sandbox)).execute(request):
+        async for event in InProcessSandbox(self._find(sandbox)).execute(request):
             write_message({"id": number, "event": msgspec.to_builtins(event)})
 
     async def do_interrupt(self, number: int, sandbox: str) -> None:

@@ -18,7 +18,7 @@ from fumehood.telemetry.otel_metrics import ModelNameLimiter, OtelMetrics
 from fumehood.telemetry.span_emitter import SpanEmitter
 from fumehood.telemetry.trace_context import TraceContextPropagator
 from fumehood.testing import ScriptedExecution
-from fumehood.testing.kits.hosted_tool_kit import run_call
+from fumehood.testing.conformance_kits.hosted_tool_kit import run_call
 from tests.support.interpreter_harness import (
     SOMEBODY,
     InterpreterHarness,

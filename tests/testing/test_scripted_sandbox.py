@@ -27,8 +27,8 @@ from fumehood.testing import (
     ScriptedSandboxProvider,
     WriteFile,
 )
+from fumehood.testing.conformance_kits.payloads import build_archive
 from fumehood.testing.fakes.memory_sandbox_files import MemorySandboxFiles
-from fumehood.testing.kits.payloads import build_archive
 
 
 async def create_only_sandbox(provider: ScriptedSandboxProvider) -> ScriptedSandbox:

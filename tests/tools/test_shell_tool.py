@@ -34,7 +34,7 @@ from fumehood.testing import (
     ScriptedSandboxProvider,
     WriteFile,
 )
-from fumehood.testing.kits.hosted_tool_kit import run_call
+from fumehood.testing.conformance_kits.hosted_tool_kit import run_call
 from fumehood.tools.call_output_collector import OutputLimits
 from fumehood.tools.shell_call import ShellToolSettings
 from fumehood.tools.shell_tool import ConfiguredShell, ShellTool

@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     )
     from fumehood.client.filesystem import Filesystem, HostFilesystem, InMemoryFilesystem
     from fumehood.client.mounts import HostMount, HostMountPreview
-    from fumehood.client.prompt.vfs import VfsToolsSection
+    from fumehood.client.prompt.filesystem_tools import VfsToolsSection
     from fumehood.client.workspace_section import HostWorkspaceSection
 else:
 
@@ -114,7 +114,7 @@ _LATER = {
     ),
     "fumehood.client.filesystem": ("Filesystem", "HostFilesystem", "InMemoryFilesystem"),
     "fumehood.client.mounts": ("HostMount", "HostMountPreview"),
-    "fumehood.client.prompt.vfs": ("VfsToolsSection",),
+    "fumehood.client.prompt.filesystem_tools": ("VfsToolsSection",),
     "fumehood.client.workspace_section": ("HostWorkspaceSection",),
 }
 

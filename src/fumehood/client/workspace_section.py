@@ -13,9 +13,9 @@ from fumehood.client.dbc import require
 from fumehood.client.filesystem import Filesystem, HostFilesystem
 from fumehood.client.mounts import HostMount, HostMountPreview, copy_mounts, escape_name
 from fumehood.client.prompt._types import NoParams, SupportsDataclass
+from fumehood.client.prompt.filesystem_tools import FILE_TOOLS_TEXT, file_tools
 from fumehood.client.prompt.section import MarkdownSection, format_markdown
 from fumehood.client.prompt.tool import AnyTool
-from fumehood.client.prompt.vfs import FILE_TOOLS_TEXT, file_tools
 from fumehood.client.runtime.session import SessionProtocol
 from fumehood.client.type_validation import check_arguments
 

@@ -55,7 +55,7 @@ from fumehood.protocol.openai.api_errors import (
     ServiceUnavailable,
 )
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord, ContainerSpec
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError, SandboxGone, SandboxNotFound
 from fumehood.protocol.sandbox.sandbox_messages import ArchiveFormat
 

@@ -13,7 +13,7 @@ from fumehood.containers.file_sync import ContainerFileLimits, FileSync
 from fumehood.gateway_stats import ContainerStats
 from fumehood.interfaces import (
     Clock,
-    ContainerFileStore,
+    ContainerFileRecordStore,
     ContainerStore,
     Sandbox,
     SandboxProvider,
@@ -62,7 +62,7 @@ class ContainerSettings:
     orphan_idle_seconds: float = 300.0
 
 
-class ContainerRecordStore(ContainerStore, ContainerFileStore, Protocol):
+class ContainerRecordStore(ContainerStore, ContainerFileRecordStore, Protocol):
     """Containers and their files in one store."""
 
 

@@ -20,7 +20,7 @@ from fumehood.containers.file_transfer import (
     FileUpload,
 )
 from fumehood.cpu_worker import ITEM_COST_BYTES, run_in_worker
-from fumehood.interfaces import BlobRef, Clock, ContainerFileStore, GarbageCollectedBlobStore, Sandbox
+from fumehood.interfaces import BlobRef, Clock, ContainerFileRecordStore, GarbageCollectedBlobStore, Sandbox
 from fumehood.protocol.name_sanitizing import find_free_name, join_names, sanitize_name
 from fumehood.protocol.openai.api_errors import ServiceUnavailable
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerFileSource
@@ -127,7 +127,7 @@ class FileSync:
 
     def __init__(
         self,
-        store: ContainerFileStore,
+        store: ContainerFileRecordStore,
         blobs: GarbageCollectedBlobStore,
         clock: Clock,
         limits: ContainerFileLimits,

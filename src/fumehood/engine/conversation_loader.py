@@ -20,7 +20,11 @@ from fumehood.protocol.conversation import (
     read_call_id,
 )
 from fumehood.protocol.openai.api_errors import InvalidRequest, PreviousResponseNotFound
-from fumehood.protocol.openai.client_tools import CLIENT_TOOL_BY_ITEM, complete_call_ids, read_client_call
+from fumehood.protocol.openai.client_tools_as_functions import (
+    CLIENT_TOOL_BY_ITEM,
+    complete_call_ids,
+    read_client_call,
+)
 from fumehood.protocol.openai.ids import new_id, new_item_id
 from fumehood.protocol.openai.items import InputItem, InputText, peek_item
 from fumehood.protocol.openai.responses import CreateResponse

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 from msgspec.structs import replace
 
-from fumehood.protocol.openai.client_tools import (
+from fumehood.protocol.openai.client_tools_as_functions import (
     APPLY_PATCH,
     LOCAL_SHELL,
     SHELL,

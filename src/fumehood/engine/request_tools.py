@@ -16,7 +16,7 @@ from fumehood.interfaces import ConfiguredTool
 from fumehood.protocol.model_turns import ModelProfile
 from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.openai.client_tools import describe_client_tool, is_client_tool
+from fumehood.protocol.openai.client_tools_as_functions import describe_client_tool, is_client_tool
 from fumehood.protocol.openai.responses import CreateResponse
 from fumehood.protocol.openai.tool_specs import (
     CustomTool,

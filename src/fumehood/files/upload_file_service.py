@@ -18,14 +18,14 @@ from fumehood.interfaces import (
     Clock,
     FileTotals,
     GarbageCollectedBlobStore,
-    UploadedFileStore,
+    UploadedFileRecordStore,
 )
 from fumehood.protocol.file_types import HEAD_BYTES, UploadFileTypes
 from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import ApiError, BodyTooLarge, InvalidRequest, NotFound, RateLimited
 from fumehood.protocol.openai.file_objects import FileUploadMetadata, UploadedFileRecord
 from fumehood.protocol.openai.ids import new_id
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class UploadFileService:
 
     def __init__(
         self,
-        store: UploadedFileStore,
+        store: UploadedFileRecordStore,
         blobs: GarbageCollectedBlobStore,
         clock: Clock,
         settings: UploadSettings | None = None,

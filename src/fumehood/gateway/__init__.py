@@ -8,10 +8,10 @@ from fumehood.gateway.app import Gateway
 from fumehood.gateway.authentication import AnonymousAuthenticator, ApiKeyAuthenticator, Authenticator
 from fumehood.gateway.cors import ANY_ORIGIN, CorsPolicy
 from fumehood.gateway.gateway_metrics import EventLoopLagMonitor, GatewayMetrics
+from fumehood.gateway.gateway_web_server import GatewayWebServer
 from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.gateway.request_log import BufferedRequestLog, RequestLog, log_to_logger
 from fumehood.gateway.routes.content_urls import reject_every_url
-from fumehood.gateway.server import GatewayServer
 
 __all__ = [
     "ANY_ORIGIN",
@@ -23,7 +23,7 @@ __all__ = [
     "EventLoopLagMonitor",
     "Gateway",
     "GatewayMetrics",
-    "GatewayServer",
+    "GatewayWebServer",
     "RequestLimiter",
     "RequestLog",
     "log_to_logger",

@@ -15,7 +15,7 @@ from fumehood.gateway.authentication import (
     authenticate_or_refresh,
     check_scope,
 )
-from fumehood.gateway.body_parsing import RequestParser
+from fumehood.gateway.body_parsing import CreateResponseParser
 from fumehood.gateway.cors import CorsPolicy
 from fumehood.gateway.gateway_exchange import GatewayExchange, encode_json, to_api_error
 from fumehood.gateway.gateway_metrics import CONTENT_TYPE, GatewayMetrics
@@ -81,7 +81,7 @@ class MethodNotAllowed(ApiError):
 
 
 class Gateway:
-    """The ASGI application. Run it on `GatewayServer`: WebSockets need its protocol.
+    """The ASGI application. Run it on `GatewayWebServer`: WebSockets need its protocol.
 
     cors: the web pages that may use the gateway; none by default.
     always_include: `include` values applied to every response.
@@ -145,7 +145,7 @@ class Gateway:
             limits=limits,
             always_include=always_include,
             keepalive_seconds=keepalive_seconds,
-            parser=RequestParser(pass_fields),
+            parser=CreateResponseParser(pass_fields),
         )
         websockets = self.websockets = WebSocketRoutes(
             responses,

@@ -30,7 +30,7 @@ _ESCAPED_NUL = rb"\u0000"  # the only way to write NUL in JSON
 _EFFORT_PATTERN = re.compile("[a-z_]{1,32}")
 
 
-class RequestParser:
+class CreateResponseParser:
     """Parses requests for responses.
 
     pass_fields: fields that are passed to model servers unchanged, besides `SAMPLING_FIELDS`.

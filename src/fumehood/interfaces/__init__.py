@@ -1,7 +1,7 @@
 """The seams of Fumehood: Protocols between its packages, each small enough to implement or fake.
 
-Every implementation passes the kit of its seam in `fumehood.testing.kits`. Services raise `ApiError`, sandboxes raise
-`SandboxError`; the docstring of each method says which.
+Every implementation passes the kit of its seam in `fumehood.testing.conformance_kits`. Services raise `ApiError`,
+sandboxes raise `SandboxError`; the docstring of each method says which.
 """
 
 # isort: off
@@ -83,7 +83,7 @@ from fumehood.interfaces.sealing import (
 from fumehood.interfaces.store import (
     ApiKeyStore,  # API keys
     UnreferencedBlobFinder,  # which blobs records refer to
-    ContainerFileStore,  # files in containers
+    ContainerFileRecordStore,  # files in containers
     ContainerStore,  # containers
     ConversationStore,  # conversations
     FileTotals,  # number and size of files
@@ -93,7 +93,7 @@ from fumehood.interfaces.store import (
     ResponseLeaseLost,  # raised when a lease is not valid any more
     ResponseStore,  # responses and leases
     Store,  # all of them, in one database
-    UploadedFileStore,  # uploaded files
+    UploadedFileRecordStore,  # uploaded files
 )
 
 __all__ = [
@@ -111,7 +111,7 @@ __all__ = [
     "ConfiguredTool",
     "Container",
     "ContainerEvent",
-    "ContainerFileStore",
+    "ContainerFileRecordStore",
     "ContainerService",
     "ContainerStore",
     "ConversationStore",
@@ -150,5 +150,5 @@ __all__ = [
     "ToolCallStep",
     "UnlistedFiles",
     "UnreferencedBlobFinder",
-    "UploadedFileStore",
+    "UploadedFileRecordStore",
 ]

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from fumehood.interfaces.callers import Caller
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord, ContainerSpec
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 from fumehood.protocol.sandbox.sandbox_messages import (
     ArchiveFormat,
     ExecuteRequest,

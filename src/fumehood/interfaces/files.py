@@ -12,7 +12,7 @@ from fumehood.interfaces.callers import Caller
 from fumehood.interfaces.response_runs import ReserveMemory
 from fumehood.protocol.attachments import Attachment, InputFilePart
 from fumehood.protocol.openai.file_objects import FileUploadMetadata, UploadedFileRecord
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 
 
 class FileService(Protocol):

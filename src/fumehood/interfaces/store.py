@@ -8,7 +8,7 @@ from fumehood.protocol.api_keys import ApiKeyRecord
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 from fumehood.protocol.openai.responses import Response
 
 
@@ -241,7 +241,7 @@ class ContainerStore(Protocol):
         ...
 
 
-class ContainerFileStore(Protocol):
+class ContainerFileRecordStore(Protocol):
     """Records of the files in containers; the contents are blobs.
 
     A write is durable when its method returns. Every method raises StorageUnavailable if the database cannot be reached
@@ -280,7 +280,7 @@ class ContainerFileStore(Protocol):
         ...
 
 
-class UploadedFileStore(Protocol):
+class UploadedFileRecordStore(Protocol):
     """Records of uploaded files; the contents are blobs.
 
     A write is durable when its method returns. Another tenant's uploads are treated as absent. Every method raises
@@ -426,8 +426,8 @@ class Store(
     ResponseStore,
     ConversationStore,
     ContainerStore,
-    ContainerFileStore,
-    UploadedFileStore,
+    ContainerFileRecordStore,
+    UploadedFileRecordStore,
     IdempotencyStore,
     ApiKeyStore,
     UnreferencedBlobFinder,

@@ -35,7 +35,7 @@ from fumehood.message_parts.otel_parts import (
     to_representation,
     upgrade_part,
 )
-from fumehood.message_parts.part_format import REPRESENTATIONS, MalformedPartError
+from fumehood.message_parts.part_schema import REPRESENTATIONS, MalformedPartError
 from fumehood.message_parts.part_truncation import TRUNCATED_FIELD, TRUNCATED_PART_TYPE, truncate_parts
 from fumehood.message_parts.redaction import drop_vendor_items, redact_parts
 from fumehood.message_parts.validation import read_published_schema, validate

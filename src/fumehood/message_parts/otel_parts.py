@@ -36,12 +36,12 @@ from fumehood.message_parts.canonical_parts import (
     pair_calls,
 )
 from fumehood.message_parts.json_paths import is_same_json
-from fumehood.message_parts.part_format import (
+from fumehood.message_parts.part_schema import (
     PLAIN_PART_FIELDS,
     REPRESENTATIONS,
     TOOL_PART_TYPES,
     MalformedPartError,
-    ToolPartFormat,
+    ToolPartType,
     find_name_error,
     find_part_error,
 )
@@ -147,7 +147,7 @@ def _media_fields(part: BlobPart | FilePart | UriPart) -> JsonObject:
     return {"mime_type": part.mime_type, "modality": part.modality}
 
 
-def _write_unified_parts(part_type: ToolPartFormat, parts: list[Part]) -> list[JsonObject]:
+def _write_unified_parts(part_type: ToolPartType, parts: list[Part]) -> list[JsonObject]:
     """Write one object for call and response, at the position of the call, with the distance of a later response."""
     made: dict[int, JsonObject] = {}
     for position, part in enumerate(parts):
@@ -165,7 +165,7 @@ def _write_unified_parts(part_type: ToolPartFormat, parts: list[Part]) -> list[J
     return [made[position] for position in sorted(made)]
 
 
-def _write_pair(part_type: ToolPartFormat, halves: dict[int, ToolPart]) -> JsonObject:
+def _write_pair(part_type: ToolPartType, halves: dict[int, ToolPart]) -> JsonObject:
     """halves: by position, the call first."""
     both = _merge_halves(part_type, [*halves.values()])
     call_at, result_at = min(halves), max(halves)
@@ -175,7 +175,7 @@ def _write_pair(part_type: ToolPartFormat, halves: dict[int, ToolPart]) -> JsonO
     return both
 
 
-def _merge_halves(part_type: ToolPartFormat, halves: list[ToolPart]) -> JsonObject:
+def _merge_halves(part_type: ToolPartType, halves: list[ToolPart]) -> JsonObject:
     first, last = halves[0], halves[-1]
     made: JsonObject = {
         "type": part_type.type,
@@ -224,7 +224,7 @@ def _has_own_tool_name(half: ToolPart) -> bool:
 
 
 def _can_keep_field(
-    part_type: ToolPartFormat, made: JsonObject, status: Status | None, name: str, value: Json
+    part_type: ToolPartType, made: JsonObject, status: Status | None, name: str, value: Json
 ) -> bool:
     """Whether a field of a half can be written to the common object and read back from it."""
     if name in made or name in part_type.forbidden_fields or name in (part_type.call, part_type.response):
@@ -380,7 +380,7 @@ def _read_part(members: JsonObject) -> _ReadResult:
     return _ReadResult([_read_half(part_type, members, found)])
 
 
-def _read_half(part_type: ToolPartFormat, members: JsonObject, record: JsonObject) -> Part:
+def _read_half(part_type: ToolPartType, members: JsonObject, record: JsonObject) -> Part:
     shared = cast(str | None, members.pop("id", None))
     payload = dict(cast(JsonObject, members.pop(part_type.call or part_type.response)))
     kind = cast(str, payload.pop("type"))
@@ -402,7 +402,7 @@ def _displaced_fields(record: JsonObject) -> JsonObject:
     return found if isinstance(found, dict) else {}
 
 
-def _read_unified(part_type: ToolPartFormat, members: JsonObject, record: JsonObject) -> _ReadResult:
+def _read_unified(part_type: ToolPartType, members: JsonObject, record: JsonObject) -> _ReadResult:
     shared, name = cast(str | None, members.pop("id", None)), cast(str, members.pop("name"))
     status = _pop_status(part_type, members)
     made: list[ToolPart] = []
@@ -432,7 +432,7 @@ def _read_unified(part_type: ToolPartFormat, members: JsonObject, record: JsonOb
     return _ReadResult([*made])
 
 
-def _pop_status(part_type: ToolPartFormat, members: JsonObject) -> Json:
+def _pop_status(part_type: ToolPartType, members: JsonObject) -> Json:
     """Remove and return the status; unknown words stay where they are."""
     if part_type.type == "server_tool":
         return members.pop("status") if members.get("status") in _STATUSES else None

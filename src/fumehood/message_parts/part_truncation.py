@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from fumehood.message_parts.canonical_parts import Json, JsonObject
 from fumehood.message_parts.otel_parts import SOURCE_FIELD
-from fumehood.message_parts.part_format import TOOL_PART_TYPES
+from fumehood.message_parts.part_schema import TOOL_PART_TYPES
 
 TRUNCATED_FIELD = "fumehood.cut"
 TRUNCATED_PART_TYPE = "fumehood:cut"

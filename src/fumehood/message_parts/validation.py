@@ -10,7 +10,7 @@ from typing import cast
 import msgspec
 
 from fumehood.message_parts.canonical_parts import Json, JsonObject
-from fumehood.message_parts.part_format import TOOL_PART_TYPES, find_part_error
+from fumehood.message_parts.part_schema import TOOL_PART_TYPES, find_part_error
 
 
 class PartProblem(msgspec.Struct, frozen=True):

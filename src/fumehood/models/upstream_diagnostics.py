@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from fumehood.models.context_size import find_context_size
+from fumehood.models.context_window_probe import probe_context_window
 from fumehood.models.model_settings import ModelSettings, Secret
 from fumehood.models.upstream.http1_client import PooledHttpClient
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory, is_versioned
@@ -239,7 +239,7 @@ class _Diagnosis:
             )
 
     async def _check_context(self, model: str, errors: UpstreamErrorFactory) -> int | None:
-        found = await find_context_size(self._server, self._base_url, model, errors)
+        found = await probe_context_window(self._server, self._base_url, model, errors)
         if found is None:
             self._add(
                 "context size",

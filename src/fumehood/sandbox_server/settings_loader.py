@@ -12,7 +12,7 @@ from typing import Any
 from fumehood.configuration import ConfigError, ConfigSchema, LoadedConfig, load_settings
 from fumehood.http_server.address_policy import parse_networks
 from fumehood.http_server.secret_files import InsecureSecretFile, check_secret_file
-from fumehood.sandbox_server.egress.domain_names import parse_domain_name
+from fumehood.sandbox_server.egress.domain_parsing import parse_domain_name
 from fumehood.sandbox_server.settings import SandboxServerSettings
 
 ENVIRONMENT_PREFIX = "FUMEHOOD_SANDBOX_"

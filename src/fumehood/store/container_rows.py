@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 from fumehood.store import pagination
 from fumehood.store.row_integrity import decode, decode_readable, encode
 

@@ -26,7 +26,7 @@ class DatabaseNotFound(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class DatabaseCheckResult:
+class DatabaseFinding:
     """Result of one check. `damaged`: data is lost or wrong. `warning`: the next start of the gateway repairs it."""
 
     name: str
@@ -40,7 +40,7 @@ class DatabaseReport:
     database: str
     blobs: str
     sound: bool
-    findings: list[DatabaseCheckResult]
+    findings: list[DatabaseFinding]
 
 
 def find_database(data: Path) -> Path:
@@ -71,7 +71,7 @@ def examine_database(database: Path, blobs: Path) -> DatabaseReport:
             findings += _check_contents(connection, blobs)
     except sqlite3.Error as error:
         findings.append(
-            DatabaseCheckResult("database", "damaged", f"it cannot be read: {error}", _RESTORE_ADVICE)
+            DatabaseFinding("database", "damaged", f"it cannot be read: {error}", _RESTORE_ADVICE)
         )
     sound = all(finding.state != "damaged" for finding in findings)
     return DatabaseReport(str(database), str(blobs), sound, findings)
@@ -82,50 +82,50 @@ def _open_read_only(database: Path) -> sqlite3.Connection:
     return sqlite3.connect(address, uri=True, timeout=10, isolation_level=None)
 
 
-def _check_lock(database: Path) -> DatabaseCheckResult:
+def _check_lock(database: Path) -> DatabaseFinding:
     """Report whether a gateway has the file open."""
     try:
         lock = os.open(database.with_name(database.name + ".lock"), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return DatabaseCheckResult("gateway", "ok", "none is using it")
+        return DatabaseFinding("gateway", "ok", "none is using it")
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(lock, 20, 0).decode("ascii", "replace").strip() or "unknown"
-        return DatabaseCheckResult(
+        return DatabaseFinding(
             "gateway",
             "ok",
             f"one is using it (process {holder}); its changes during the check may be missed",
         )
     finally:
         os.close(lock)
-    return DatabaseCheckResult("gateway", "ok", "none is using it")
+    return DatabaseFinding("gateway", "ok", "none is using it")
 
 
-def _check_permissions(database: Path) -> DatabaseCheckResult:
+def _check_permissions(database: Path) -> DatabaseFinding:
     files = (database.with_name(database.name + suffix) for suffix in ("", "-wal", "-shm", ".keys"))
     exposed = [path.name for path in files if path.exists() and stat.S_IMODE(path.stat().st_mode) & 0o077]
     if exposed:
-        return DatabaseCheckResult(
+        return DatabaseFinding(
             "permissions",
             "warning",
             f"other users may read or write {', '.join(exposed)}",
             "Set their mode to 0600.",
         )
-    return DatabaseCheckResult("permissions", "ok", "only the owner may read and write the files")
+    return DatabaseFinding("permissions", "ok", "only the owner may read and write the files")
 
 
-def _check_contents(connection: sqlite3.Connection, blobs: Path) -> Iterator[DatabaseCheckResult]:
+def _check_contents(connection: sqlite3.Connection, blobs: Path) -> Iterator[DatabaseFinding]:
     try:
         version = check_version(connection)
     except StoreOpenError as error:
-        yield DatabaseCheckResult("schema", "damaged", str(error))
+        yield DatabaseFinding("schema", "damaged", str(error))
         return
     known = len(MIGRATIONS)
     yield (
-        DatabaseCheckResult("schema", "ok", f"migration {version} of {known}")
+        DatabaseFinding("schema", "ok", f"migration {version} of {known}")
         if version >= known
-        else DatabaseCheckResult(
+        else DatabaseFinding(
             "schema", "warning", f"migration {version} of {known}; the next start applies the rest"
         )
     )
@@ -135,19 +135,17 @@ def _check_contents(connection: sqlite3.Connection, blobs: Path) -> Iterator[Dat
     yield from _check_blobs(connection, blobs)
 
 
-def _check_pages(connection: sqlite3.Connection) -> DatabaseCheckResult:
+def _check_pages(connection: sqlite3.Connection) -> DatabaseFinding:
     try:
         messages = [line for (line,) in connection.execute(f"PRAGMA integrity_check({_MAX_NAMED})")]
     except sqlite3.Error as error:
         messages = [str(error)]
     if messages == ["ok"]:
-        return DatabaseCheckResult("pages", "ok", "SQLite finds every page and index in order")
-    return DatabaseCheckResult("pages", "damaged", _replace_unprintable("; ".join(messages)), _RESTORE_ADVICE)
+        return DatabaseFinding("pages", "ok", "SQLite finds every page and index in order")
+    return DatabaseFinding("pages", "damaged", _replace_unprintable("; ".join(messages)), _RESTORE_ADVICE)
 
 
-def _check_rows(
-    connection: sqlite3.Connection, table: str, read: table_checks.TableCheck
-) -> DatabaseCheckResult:
+def _check_rows(connection: sqlite3.Connection, table: str, read: table_checks.TableCheck) -> DatabaseFinding:
     number = 0
     damaged: list[str] = []
     try:
@@ -158,33 +156,33 @@ def _check_rows(
     except sqlite3.Error as error:
         damaged.append(f"the rest cannot be read: {error}")
     if damaged:
-        return DatabaseCheckResult(
+        return DatabaseFinding(
             table, "damaged", f"{len(damaged)} of {number} rows: {_format_list(damaged)}", _RESTORE_ADVICE
         )
-    return DatabaseCheckResult(table, "ok", f"{number} rows")
+    return DatabaseFinding(table, "ok", f"{number} rows")
 
 
 # --- blobs --------------------------------------------------------------------------------------------
 
 
-def _check_blobs(connection: sqlite3.Connection, directory: Path) -> Iterator[DatabaseCheckResult]:
+def _check_blobs(connection: sqlite3.Connection, directory: Path) -> Iterator[DatabaseFinding]:
     try:
         referenced = table_checks.list_referenced_blobs(connection)
         (identity,) = connection.execute("SELECT id FROM identity").fetchone() or ("",)
     except sqlite3.Error as error:
-        yield DatabaseCheckResult(
+        yield DatabaseFinding(
             "blobs", "damaged", f"the records that refer to them cannot be read: {error}", _RESTORE_ADVICE
         )
         return
     if not directory.is_dir():
         state: DatabaseFindingState = "damaged" if referenced else "ok"
-        yield DatabaseCheckResult(
+        yield DatabaseFinding(
             "blobs", state, f"there is no directory {directory}; {len(referenced)} blobs are referenced"
         )
         return
     owner = directory / "owner"
     if owner.is_file() and owner.read_text(errors="replace").strip() != identity:
-        yield DatabaseCheckResult(
+        yield DatabaseFinding(
             "blobs", "damaged", f"{directory} belongs to another database", "Name the right one with --blobs."
         )
         return
@@ -195,14 +193,14 @@ def _check_blobs(connection: sqlite3.Connection, directory: Path) -> Iterator[Da
         and _is_referenced(connection, name)
     ]
     if damaged:
-        yield DatabaseCheckResult(
+        yield DatabaseFinding(
             "blobs",
             "damaged",
             f"{len(damaged)} of {len(referenced)}: {_format_list(damaged)}",
             _RESTORE_ADVICE,
         )
     else:
-        yield DatabaseCheckResult("blobs", "ok", f"all {len(referenced)} referenced blobs are intact")
+        yield DatabaseFinding("blobs", "ok", f"all {len(referenced)} referenced blobs are intact")
     yield _check_orphaned_blobs(connection, directory)
 
 
@@ -227,18 +225,18 @@ def _is_referenced(connection: sqlite3.Connection, name: str) -> bool:
     return not response_rows.find_unreferenced_blobs(connection, [name])
 
 
-def _check_orphaned_blobs(connection: sqlite3.Connection, directory: Path) -> DatabaseCheckResult:
+def _check_orphaned_blobs(connection: sqlite3.Connection, directory: Path) -> DatabaseFinding:
     existing = [path.name for path in directory.glob("??/??/*") if path.is_file()]
     orphans = response_rows.find_unreferenced_blobs(connection, existing)
     incoming = len([*(directory / "incoming").glob("*")])
     if orphans or incoming:
-        return DatabaseCheckResult(
+        return DatabaseFinding(
             "orphans",
             "warning",
             f"{len(orphans)} unreferenced blobs, {incoming} incomplete ones",
             "The gateway deletes them at its start and every hour.",
         )
-    return DatabaseCheckResult("orphans", "ok", "every blob is referenced")
+    return DatabaseFinding("orphans", "ok", "every blob is referenced")
 
 
 def _format_list(names: list[str]) -> str:

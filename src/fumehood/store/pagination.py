@@ -4,7 +4,7 @@ import sqlite3
 from collections.abc import Mapping
 
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 
 
 def select_page(

@@ -18,7 +18,7 @@ from fumehood.protocol.api_keys import ApiKeyRecord
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 from fumehood.protocol.openai.responses import Response
 from fumehood.store import api_key_rows, container_rows, response_rows, uploaded_file_rows
 from fumehood.store.conversation_cache import ConversationCache, ThreadPosition

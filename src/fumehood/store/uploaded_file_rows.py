@@ -7,7 +7,7 @@ import msgspec
 
 from fumehood.interfaces import FileTotals
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 from fumehood.store import pagination
 from fumehood.store.row_integrity import decode, decode_readable, encode
 

@@ -1,7 +1,7 @@
 """Fakes of the seams in `fumehood.interfaces`, for tests of code that uses Fumehood.
 
-`fumehood.testing.kits` has conformance tests for other implementations of the seams; they need pytest and are not
-imported here. See docs/testing.md.
+`fumehood.testing.conformance_kits` has conformance tests for other implementations of the seams; they need pytest and
+are not imported here. See docs/testing.md.
 """
 
 from fumehood.testing.fakes.fake_clock import FakeClock

@@ -10,7 +10,7 @@ from fumehood.files.upload_file_service import UploadSettings
 from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.interfaces import Caller
 from fumehood.protocol.api_keys import ApiKeyLimits
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 from tests.support.multipart_bodies import BOUNDARY, form, form_type, part
 from tests.support.scripted_gateway import HttpResponse
 from tests.support.upload_gateway import UploadGateway, run_upload_gateway

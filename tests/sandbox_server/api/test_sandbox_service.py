@@ -29,8 +29,8 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     SandboxSpec,
 )
 from fumehood.sandbox_server.api.sandbox_service import SandboxService
-from fumehood.sandbox_server.inside.files.data_directory import MAX_ENTRIES
-from fumehood.sandbox_server.supervisor.local_sandbox_adapter import iter_events
+from fumehood.sandbox_server.inside.files.untrusted_files import MAX_ENTRIES
+from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
 from fumehood.sandbox_server.supervisor.sandbox_execution import SandboxExecution
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from tests.support.sandbox_runs import ExecutionOutcome, has_cgroups, settings, wait_for_outcome

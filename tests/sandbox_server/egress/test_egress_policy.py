@@ -13,7 +13,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     NetworkDisabled,
     SandboxSpec,
 )
-from fumehood.sandbox_server.egress.domain_names import RequestTarget
+from fumehood.sandbox_server.egress.domain_parsing import RequestTarget
 from fumehood.sandbox_server.egress.egress_policy import EgressPolicy, build_policy
 from fumehood.sandbox_server.egress.proxy_control import EgressController
 from fumehood.sandbox_server.settings import SandboxServerSettings

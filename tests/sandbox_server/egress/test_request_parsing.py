@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fumehood.sandbox_server.egress.control_messages import ProxyLimits
-from fumehood.sandbox_server.egress.domain_names import RequestTarget
+from fumehood.sandbox_server.egress.domain_parsing import RequestTarget
 from fumehood.sandbox_server.egress.request_parsing import (
     ForwardedRequest,
     ProxyRefusal,

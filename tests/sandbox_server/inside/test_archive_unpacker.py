@@ -15,7 +15,7 @@ from backports import zstd
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fumehood.sandbox_server.inside.files import data_directory
+from fumehood.sandbox_server.inside.files import untrusted_files
 from fumehood.sandbox_server.inside.files.archive_unpacker import UnpackLimits, UnpackOutcome
 from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused
 from tests.support.archives import (
@@ -205,7 +205,7 @@ def test_too_many_members(unpack_target: UnpackTarget, make: Callable[..., bytes
 
 
 def test_too_many_names(unpack_target: UnpackTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_directory, "MAX_NAME_BYTES", 100)
+    monkeypatch.setattr(untrusted_files, "MAX_NAME_BYTES", 100)
     expect_refusal(
         unpack_target, make_tar(*((f"{number}" * 60, b"") for number in range(3))), "tar", "too long in total"
     )
@@ -316,7 +316,7 @@ def attempt(jail: Jail, body: bytes, kind: str) -> None:
     assert not [
         name
         for name in os.listdir(jail.unpack_target.data)
-        if name.startswith(data_directory.RESERVED_PREFIX)
+        if name.startswith(untrusted_files.RESERVED_PREFIX)
     ]
     assert not any(path.is_symlink() for path in jail.unpack_target.data.rglob("*"))
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 import pytest
 from inline_snapshot import snapshot
 
-from fumehood.sandbox_server.inside import framing, output_encoding
+from fumehood.sandbox_server.inside import framing, output_packets
 from fumehood.sandbox_server.inside.framing import MessageKind
 from fumehood.sandbox_server.inside.runner import tracebacks
 
@@ -128,7 +128,7 @@ class Kernel:
             self.frames += 1
             if message.kind is MessageKind.OUTPUT:
                 self._pieces = [
-                    (kind, message.call, text) for kind, text in output_encoding.unpack_output(message.body)
+                    (kind, message.call, text) for kind, text in output_packets.unpack_output(message.body)
                 ]
             else:
                 text = message.body.decode()

@@ -20,7 +20,7 @@ from fumehood.protocol.sandbox.bundle_encoding import (
     encode_bundle,
 )
 from fumehood.protocol.sandbox.sandbox_errors import FileRefused, SandboxFileNotFound, SandboxPayloadTooLarge
-from fumehood.sandbox_server.inside.files import data_directory, file_bundles
+from fumehood.sandbox_server.inside.files import file_bundles, untrusted_files
 from fumehood.sandbox_server.inside.files.archive_unpacker import UnpackLimits, UnpackOutcome
 from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused
 from tests.support.unpack_target import GrantedPermit, UnpackTarget
@@ -195,7 +195,7 @@ def test_too_much_leaves_nothing(unpack_target: UnpackTarget) -> None:
     long = body(
         *(
             (f"{number:04}/{'n' * 200}/{'m' * 200}", b"")
-            for number in range(data_directory.MAX_NAME_BYTES // 400)
+            for number in range(untrusted_files.MAX_NAME_BYTES // 400)
         )
     )
     with pytest.raises(FileTaskRefused, match="too long in total"):

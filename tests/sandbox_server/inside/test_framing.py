@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fumehood.sandbox_server.inside import output_encoding
+from fumehood.sandbox_server.inside import output_packets
 from fumehood.sandbox_server.inside.framing import (
     CALL_ID_BYTES,
     MAX_BODY,
@@ -151,12 +151,12 @@ def _runs(pieces: list[tuple[MessageKind, str]]) -> list[tuple[MessageKind, str]
 @given(_PIECES)
 def test_batches_keep_text_and_order_in_few_packets(pieces: list[tuple[MessageKind, str]]) -> None:
     found: list[tuple[MessageKind, str]] = []
-    made = list(output_encoding.pack_output(CALL, [(kind, text.encode()) for kind, text in pieces]))
+    made = list(output_packets.pack_output(CALL, [(kind, text.encode()) for kind, text in pieces]))
     for message in made:
         assert message.call == CALL
         assert 0 < len(message.body) <= MAX_BODY
         if message.kind is MessageKind.OUTPUT:
-            found.extend(output_encoding.unpack_output(message.body))
+            found.extend(output_packets.unpack_output(message.body))
         else:
             found.append((message.kind, message.body.decode()))
     assert _runs(found) == _runs(pieces)
@@ -168,21 +168,19 @@ def test_batches_keep_text_and_order_in_few_packets(pieces: list[tuple[MessageKi
 def test_a_batch_is_no_longer_than_what_it_counts_for(pieces: list[tuple[MessageKind, str]]) -> None:
     switches = sum(one[0] is not other[0] for one, other in itertools.pairwise(pieces))
     text = sum(len(text.encode()) for _, text in pieces)
-    made = output_encoding.pack_output(CALL, [(kind, text.encode()) for kind, text in pieces])
+    made = output_packets.pack_output(CALL, [(kind, text.encode()) for kind, text in pieces])
     assert sum(len(message.body) for message in made) <= text + output_limits.SWITCH_COST * switches
 
 
 def test_text_of_one_stream_is_no_batch() -> None:
     pieces = [(MessageKind.STDERR, b"a"), (MessageKind.STDERR, b"b")]
-    assert list(output_encoding.pack_output(CALL, pieces)) == [
-        ChannelMessage(MessageKind.STDERR, CALL, b"ab")
-    ]
+    assert list(output_packets.pack_output(CALL, pieces)) == [ChannelMessage(MessageKind.STDERR, CALL, b"ab")]
 
 
 @given(st.binary(max_size=60))
 def test_whatever_comes_is_a_batch_or_refused(body: bytes) -> None:
     try:
-        pieces = output_encoding.unpack_output(body)
+        pieces = output_packets.unpack_output(body)
     except (FrameError, UnicodeDecodeError):
         return
     assert len(pieces) >= 2

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd, ExecutionEvent, ExecutionLanguage, Stdout
-from fumehood.sandbox_server.supervisor.local_sandbox_adapter import iter_events
+from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.sandbox_runs import run, settings, start

@@ -13,7 +13,7 @@ import pytest_asyncio
 from fumehood.protocol.sandbox.sandbox_errors import InstallFailed
 from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
 from fumehood.sandbox_server.settings import SandboxServerSettings
-from fumehood.sandbox_server.supervisor.local_sandbox_adapter import iter_events
+from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.package_index import FakePackageIndex, WheelMember, sdist, wheel

@@ -16,11 +16,11 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     Stderr,
     Stdout,
 )
-from fumehood.sandbox_server.inside import output_encoding
+from fumehood.sandbox_server.inside import output_packets
 from fumehood.sandbox_server.inside.framing import CALL_ID_BYTES, MAX_BODY, ChannelMessage, MessageKind
 from fumehood.sandbox_server.inside.runner import output_limits
 from fumehood.sandbox_server.settings import SandboxServerSettings
-from fumehood.sandbox_server.supervisor.local_sandbox_adapter import iter_events
+from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
 from fumehood.sandbox_server.supervisor.sandbox_execution import ProtocolViolation, SandboxExecution
 
 
@@ -165,7 +165,7 @@ async def test_the_bounds_leave_room_for_whatever_the_runner_sends(
     for _ in range(output_limits.MAX_FLUSHES):
         send(running, MessageKind.STDOUT, "")
     for start in range(0, len(pieces), per_flush):
-        for message in output_encoding.pack_output(running.call_id, pieces[start : start + per_flush]):
+        for message in output_packets.pack_output(running.call_id, pieces[start : start + per_flush]):
             running.accept(message)
     value, text = "😀" * output_limits.MAX_VALUE_CHARS, "😀" * output_limits.MAX_TRACEBACK_CHARS
     send(

@@ -27,8 +27,8 @@ from fumehood.protocol.sandbox.sandbox_errors import (
 )
 from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
 from fumehood.sandbox_server.host.resource_allocator import ResourceAllocator, SandboxResources
-from fumehood.sandbox_server.inside.files import data_directory
-from fumehood.sandbox_server.inside.files.data_directory import MAX_ENTRIES, FileStat
+from fumehood.sandbox_server.inside.files import untrusted_files
+from fumehood.sandbox_server.inside.files.untrusted_files import MAX_ENTRIES, FileStat
 from fumehood.sandbox_server.supervisor import sandbox_files
 from fumehood.sandbox_server.supervisor.sandbox_files import FileSnapshots
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
@@ -566,13 +566,13 @@ async def test_a_listing_never_strays_into_a_neighbour(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sandbox that ends during a walk gives its descriptor's number to the next one."""
-    ended, walk = threading.Event(), data_directory.list_files
+    ended, walk = threading.Event(), untrusted_files.list_files
 
-    def walk_late(data_fd: int) -> data_directory.DirectoryListing:
+    def walk_late(data_fd: int) -> untrusted_files.DirectoryListing:
         ended.wait(20)
         return walk(data_fd)
 
-    monkeypatch.setattr(data_directory, "list_files", walk_late)
+    monkeypatch.setattr(untrusted_files, "list_files", walk_late)
     ending = await supervisor.create()
     await ending.files.write("mine", b"")
     listing = asyncio.create_task(ending.files.list())

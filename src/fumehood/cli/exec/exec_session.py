@@ -392,11 +392,11 @@ async def open_local_sandbox(
     settings: "SandboxServerSettings", spec: SandboxSpec, show_step: ShowStep
 ) -> AsyncGenerator[Sandbox]:
     """Run a supervisor in this process. Raises IsolationUnavailable, SandboxError."""
-    from fumehood.sandbox_server.supervisor.local_sandbox_adapter import LocalSandboxAdapter
+    from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
     from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 
     async with Supervisor(settings) as supervisor:
-        yield LocalSandboxAdapter(await supervisor.create(spec, show_step))
+        yield InProcessSandbox(await supervisor.create(spec, show_step))
 
 
 @asynccontextmanager

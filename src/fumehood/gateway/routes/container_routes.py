@@ -11,7 +11,7 @@ from fumehood.gateway.gateway_exchange import GatewayExchange, encode_json
 from fumehood.gateway.gateway_metrics import GatewayMetrics
 from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.gateway.routes.file_downloads import DownloadableFile, send_download
-from fumehood.gateway.routes.list_pages import make_page, parse_page_query
+from fumehood.gateway.routes.list_pagination import make_page, parse_page_query
 from fumehood.gateway.routes.multipart_form import MultipartForm, is_multipart_form
 from fumehood.interfaces import Caller, ContainerService
 from fumehood.protocol.file_types import HEAD_BYTES, UploadFileTypes

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Protocol
 
 from fumehood.cpu_worker import run_in_worker
-from fumehood.gateway.body_parsing import RequestParser, check_include
+from fumehood.gateway.body_parsing import CreateResponseParser, check_include
 from fumehood.gateway.gateway_exchange import ClientConnectionMonitor, GatewayExchange, encode_json
 from fumehood.gateway.gateway_metrics import GatewayMetrics
 from fumehood.gateway.idempotency import (
@@ -18,14 +18,14 @@ from fumehood.gateway.idempotency import (
 )
 from fumehood.gateway.request_limiter import RequestLimiter, RequestMemoryReservation
 from fumehood.gateway.routes.input_item_projection import project_item
-from fumehood.gateway.routes.list_pages import make_page, parse_page_query
+from fumehood.gateway.routes.list_pagination import make_page, parse_page_query
 from fumehood.gateway.streaming.event_sender import CLIENT_DISCONNECTED
 from fumehood.gateway.streaming.server_sent_events import KEEPALIVE_SECONDS, send_run
 from fumehood.http_server.asgi_exchange import ClientDisconnected
 from fumehood.interfaces import Caller, ConversationStore, ReadableRun, Run, RunService
 from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.openai.api_errors import InvalidRequest, NotFound
-from fumehood.protocol.openai.page_query import find_page
+from fumehood.protocol.openai.pagination import find_page
 from fumehood.protocol.openai.response_projection import ONLY_OPENAI_EVENTS, project_response
 from fumehood.protocol.openai.responses import (
     CompactedResponse,
@@ -58,9 +58,9 @@ class ResponseRoutes:
         limits: RequestLimiter,
         always_include: Collection[str] = (),
         keepalive_seconds: float = KEEPALIVE_SECONDS,
-        parser: RequestParser | None = None,
+        parser: CreateResponseParser | None = None,
     ) -> None:
-        self.parser = parser or RequestParser()
+        self.parser = parser or CreateResponseParser()
         self._runs = runs
         self._store = store
         self._metrics = metrics

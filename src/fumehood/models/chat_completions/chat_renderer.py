@@ -33,7 +33,11 @@ from fumehood.protocol.attachments import Attachment, InputImageUrl, describe_un
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, Rendering, ToolExchange
 from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.openai.client_tools import CLIENT_TOOL_BY_ITEM, read_client_call, read_client_result
+from fumehood.protocol.openai.client_tools_as_functions import (
+    CLIENT_TOOL_BY_ITEM,
+    read_client_call,
+    read_client_result,
+)
 
 # Tool messages cannot contain media; a user message after them does.
 _MEDIA_HEADING = "What the calls above showed:"

@@ -6,7 +6,7 @@ from functools import cached_property
 from fumehood.protocol.conversation import COMPACTION_TYPE
 from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.openai.client_tools import CLIENT_TOOL_BY_ITEM
+from fumehood.protocol.openai.client_tools_as_functions import CLIENT_TOOL_BY_ITEM
 
 
 @dataclass(frozen=True, kw_only=True)

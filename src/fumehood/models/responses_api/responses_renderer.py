@@ -35,7 +35,11 @@ from fumehood.protocol.conversation import (
 )
 from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.openai.client_tools import CLIENT_TOOL_BY_ITEM, read_client_call, read_client_result
+from fumehood.protocol.openai.client_tools_as_functions import (
+    CLIENT_TOOL_BY_ITEM,
+    read_client_call,
+    read_client_result,
+)
 from fumehood.protocol.openai.items import InputText
 
 _PLACEHOLDER_ID = "rs_0"  # some servers require an id and none uses it

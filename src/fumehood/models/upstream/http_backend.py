@@ -19,7 +19,7 @@ from fumehood.models.upstream.stream_parser import UpstreamStreamParser, split_l
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
 from fumehood.models.upstream.upstream_server import UpstreamServer
 from fumehood.protocol.model_turns import AnyModelEvent, ModelProfile, ModelRequest
-from fumehood.protocol.openai.client_tools import CLIENT_TOOL_TYPES
+from fumehood.protocol.openai.client_tools_as_functions import CLIENT_TOOL_TYPES
 from fumehood.protocol.openai.tool_specs import ModelToolDefinition, ToolSpec
 
 _USAGE_TIMEOUT = 5.0  # seconds to wait for the usage after the model has stopped

@@ -34,9 +34,9 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 from fumehood.sandbox_server import structured_logging
 from fumehood.sandbox_server.host.resource_allocator import file_quota_bytes
-from fumehood.sandbox_server.inside.files import data_directory
+from fumehood.sandbox_server.inside.files import untrusted_files
 from fumehood.sandbox_server.settings import SandboxServerSettings
-from fumehood.sandbox_server.supervisor.local_sandbox_adapter import LocalSandboxAdapter
+from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
 from fumehood.sandbox_server.supervisor.sandbox_files import to_printable
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 
@@ -49,7 +49,7 @@ _FILES_PER_BATCH = 100
 
 def decode_files(request: OneShotRequest, settings: SandboxServerSettings) -> dict[str, bytes]:
     """The files to upload; raises FileRefused or SandboxPayloadTooLarge, which name the file."""
-    if len(request.files) > min(data_directory.MAX_ENTRIES, settings.inodes // 2):
+    if len(request.files) > min(untrusted_files.MAX_ENTRIES, settings.inodes // 2):
         raise SandboxPayloadTooLarge(
             f"{len(request.files)} files are more than a sandbox takes at once.", param="files"
         )
@@ -61,9 +61,9 @@ def decode_files(request: OneShotRequest, settings: SandboxServerSettings) -> di
     contents: dict[str, bytes] = {}
     for name, text in request.files.items():
         try:
-            data_directory.check_path(name)
+            untrusted_files.check_path(name)
             contents[name] = base64.b64decode(text, validate=True)
-        except data_directory.UnsafePath as error:
+        except untrusted_files.UnsafePath as error:
             raise FileRefused(f"{to_printable(name)}: {error}", param="files") from error
         except ValueError as error:
             raise FileRefused(f"{to_printable(name)}: its content is not base64", param="files") from error
@@ -92,7 +92,7 @@ async def run_one_shot(
         instance.executions.on_end = partial(service.record_execution_end, _LOG_NAME)
         text = _OutputText()
         execution = ExecuteRequest(code=request.code, timeout_seconds=request.timeout_seconds)
-        end = await text.collect(LocalSandboxAdapter(instance).execute(execution))
+        end = await text.collect(InProcessSandbox(instance).execute(execution))
         produced, note, size = await _collect_produced_files(instance, end, before, service.settings)
         service.metrics.record_file_bytes("out", size)
         return _build_response(text, end, end.duration_ms, produced, note)

@@ -17,7 +17,7 @@ from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.packages import bytecode_cache
 from fumehood.sandbox_server.packages.installer_factory import packages_directory
 from fumehood.sandbox_server.settings import SandboxServerSettings
-from fumehood.sandbox_server.supervisor.local_sandbox_adapter import LocalSandboxAdapter
+from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 
@@ -98,7 +98,7 @@ async def _run_probe_code(sandbox: SandboxInstance, settings: SandboxServerSetti
     printed = ""
     reason = ""
     request = ExecuteRequest(code=PROBE_CODE, timeout_seconds=30)
-    async for event in LocalSandboxAdapter(sandbox).execute(request):
+    async for event in InProcessSandbox(sandbox).execute(request):
         printed += event.text if isinstance(event, Stdout) else ""
         reason = getattr(event, "reason", "") or getattr(event, "traceback", "") or reason
     answer, _, network = printed.partition("\n")

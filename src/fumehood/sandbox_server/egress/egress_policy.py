@@ -13,7 +13,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     NetworkDisabled,
     NetworkPolicy,
 )
-from fumehood.sandbox_server.egress.domain_names import InvalidDomainName, RequestTarget, parse_domain_name
+from fumehood.sandbox_server.egress.domain_parsing import InvalidDomainName, RequestTarget, parse_domain_name
 from fumehood.sandbox_server.inside import layout
 from fumehood.sandbox_server.settings import SandboxServerSettings
 

@@ -13,7 +13,7 @@ import h11
 from fumehood.sandbox_server.egress import tls_client_hello
 from fumehood.sandbox_server.egress.byte_streams import ByteStream, SocketStream, TlsServerStream, relay
 from fumehood.sandbox_server.egress.control_messages import EgressEvent, ProxyLimits, Verdict
-from fumehood.sandbox_server.egress.domain_names import InvalidDomainName, RequestTarget, parse_domain_name
+from fumehood.sandbox_server.egress.domain_parsing import InvalidDomainName, RequestTarget, parse_domain_name
 from fumehood.sandbox_server.egress.egress_policy import EgressPolicy
 from fumehood.sandbox_server.egress.request_forwarding import ForwardingAborted, RequestForwarder
 from fumehood.sandbox_server.egress.request_parsing import (

@@ -29,7 +29,7 @@ from fumehood.protocol.sandbox.sandbox_messages import NetworkPolicy
 from fumehood.sandbox_server import structured_logging
 from fumehood.sandbox_server.egress import control_messages
 from fumehood.sandbox_server.egress.control_messages import ProxyLimits
-from fumehood.sandbox_server.egress.domain_names import parse_domain_name
+from fumehood.sandbox_server.egress.domain_parsing import parse_domain_name
 from fumehood.sandbox_server.egress.egress_policy import CA_ENVIRONMENT, EgressPolicy, build_policy
 from fumehood.sandbox_server.packet_channel import PacketChannel
 from fumehood.sandbox_server.restart_backoff import RestartBackoff

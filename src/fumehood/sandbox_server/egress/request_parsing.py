@@ -13,7 +13,7 @@ import h11
 
 from fumehood.sandbox_server.egress.byte_streams import ByteStream
 from fumehood.sandbox_server.egress.control_messages import ProxyLimits
-from fumehood.sandbox_server.egress.domain_names import InvalidDomainName, RequestTarget, parse_authority
+from fumehood.sandbox_server.egress.domain_parsing import InvalidDomainName, RequestTarget, parse_authority
 
 type Headers = list[tuple[bytes, bytes]]
 

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from fumehood.http_server.address_policy import AddressPolicy
 from fumehood.http_server.dns_resolver import DnsResolutionFailed, DnsResolver
 from fumehood.sandbox_server.egress.control_messages import ProxyLimits
-from fumehood.sandbox_server.egress.domain_names import RequestTarget
+from fumehood.sandbox_server.egress.domain_parsing import RequestTarget
 from fumehood.sandbox_server.egress.request_parsing import ProxyRefusal
 
 

@@ -40,7 +40,7 @@ class MessageKind(enum.IntEnum):
     RESULT = 21  # JSON {mime type: text or base64}: the value of the last expression
     ERROR = 22  # JSON {"name", "value", "traceback"}: the code raised
     END = 23  # JSON {"exit_code": int, "interrupted": bool}
-    OUTPUT = 24  # text of both streams, in order: see output_encoding.py
+    OUTPUT = 24  # text of both streams, in order: see output_packets.py
 
 
 _KINDS: dict[int, MessageKind] = {

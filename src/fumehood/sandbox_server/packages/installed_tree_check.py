@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 
 from fumehood.sandbox_server.inside import syscalls
-from fumehood.sandbox_server.inside.files.data_directory import RESOLVE_BENEATH
+from fumehood.sandbox_server.inside.files.untrusted_files import RESOLVE_BENEATH
 
 _MAX_ENTRIES = 200_000
 _MAX_DEPTH = 48

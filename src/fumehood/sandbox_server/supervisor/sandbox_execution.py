@@ -20,7 +20,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     Stderr,
     Stdout,
 )
-from fumehood.sandbox_server.inside import framing, output_encoding
+from fumehood.sandbox_server.inside import framing, output_packets
 from fumehood.sandbox_server.inside.framing import MessageKind
 from fumehood.sandbox_server.inside.runner import output_limits
 from fumehood.sandbox_server.settings import SandboxServerSettings
@@ -160,7 +160,7 @@ class SandboxExecution:
                 raise ProtocolViolation(f"a {unexpected.name} message during a call")
 
     def _append_batch(self, body: bytes) -> None:
-        outputs = output_encoding.unpack_output(body)
+        outputs = output_packets.unpack_output(body)
         self._batched_events_left -= len(outputs)
         if self._batched_events_left < 0:
             raise ProtocolViolation("more output events than the runner ever sends")

@@ -32,8 +32,8 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     UnpackSummary,
     WriteFilesSummary,
 )
-from fumehood.sandbox_server.inside.files import atomic_writes, data_directory, file_bundles
-from fumehood.sandbox_server.inside.files.data_directory import FileStat
+from fumehood.sandbox_server.inside.files import atomic_writes, file_bundles, untrusted_files
+from fumehood.sandbox_server.inside.files.untrusted_files import FileStat
 from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.file_helper_processes import FileHelperSpawner, HelperProcess
 from fumehood.sandbox_server.supervisor.sandbox_upload import SandboxUpload, UploadSourceFailed
@@ -45,7 +45,7 @@ _CONCURRENT_TASKS = 2  # short tasks, and as many transfers: they use the sandbo
 _TASK_TIMEOUT = 30.0
 _CHUNK_BYTES = 256 * 1024
 _MAX_REASON_CHARACTERS = 500
-_MAX_DISCARDED_ENTRIES = data_directory.MAX_ENTRIES * 4
+_MAX_DISCARDED_ENTRIES = untrusted_files.MAX_ENTRIES * 4
 
 # Aliases, because `list` in annotations of the class below would be its method.
 type _HelperAnswer = tuple[dict[str, Any], list[int]]
@@ -189,25 +189,25 @@ class SandboxFiles:
             links=[LinkEntry(path=path, target=target) for path, target in links],
         )
 
-    async def _walk(self) -> data_directory.DirectoryListing:
+    async def _walk(self) -> untrusted_files.DirectoryListing:
         if not self._reads_directly:
             answer, opened = await self._run_helper({"op": "list"})
             files, links = await asyncio.to_thread(_read_listing, opened.pop())
-            return data_directory.DirectoryListing(files, bool(answer["truncated"]), links)
+            return untrusted_files.DirectoryListing(files, bool(answer["truncated"]), links)
         async with self._tasks:
             # A duplicate: if the sandbox ends meanwhile, the number may be reused for another sandbox.
             data = os.dup(self._require_data_fd())
-            return await _with_timeout(asyncio.to_thread(_call_and_close, data_directory.list_files, data))
+            return await _with_timeout(asyncio.to_thread(_call_and_close, untrusted_files.list_files, data))
 
     async def open(self, path: str) -> OpenFile:
         """One regular file; raises SandboxFileNotFound, FileRefused, and SandboxPayloadTooLarge above `file_bytes`."""
         try:
             if self._reads_directly:
-                fd = data_directory.open_regular_file(self._require_data_fd(), path)
+                fd = untrusted_files.open_regular_file(self._require_data_fd(), path)
             else:
                 _, opened = await self._run_helper({"op": "open", "path": path})
                 fd = opened.pop()
-        except (OSError, data_directory.UnsafePath) as error:
+        except (OSError, untrusted_files.UnsafePath) as error:
             raise to_file_error(path, error) from error
         try:
             file = OpenFile(fd, path)
@@ -399,8 +399,8 @@ def _check_task(task: dict[str, Any]) -> None:
 
 def _check_path(path: str, param: str) -> None:
     try:
-        data_directory.check_path(path)
-    except data_directory.UnsafePath as error:
+        untrusted_files.check_path(path)
+    except untrusted_files.UnsafePath as error:
         raise FileRefused(f"{to_printable(path)}: {error}", param=param) from error
 
 
@@ -428,10 +428,10 @@ def _convert_answer[T](answer: dict[str, Any], kind: type[T]) -> T:
 
 
 def to_file_error(
-    path: str, error: OSError | data_directory.UnsafePath, *, may_be_missing: bool = True
+    path: str, error: OSError | untrusted_files.UnsafePath, *, may_be_missing: bool = True
 ) -> FileRefused | SandboxFileNotFound:
     """The error for callers; a path that is written to cannot be missing."""
-    if isinstance(error, data_directory.UnsafePath):
+    if isinstance(error, untrusted_files.UnsafePath):
         return FileRefused(f"{to_printable(path)}: {error}", param="path")
     reason = (error.strerror or str(error)).removeprefix("openat2: ")
     text = f"{to_printable(path)}: {reason}"
@@ -446,7 +446,7 @@ def _too_large_error(path: str, limit: int) -> SandboxPayloadTooLarge:
     return SandboxPayloadTooLarge(f"{to_printable(path)}: larger than {limit} bytes")
 
 
-def _to_entry(item: data_directory.FileStat) -> FileEntry:
+def _to_entry(item: untrusted_files.FileStat) -> FileEntry:
     return FileEntry(
         path=item.path,
         size=item.size,
@@ -464,11 +464,11 @@ def _call_and_close[T](function: Callable[..., T], fd: int, *arguments: Any) -> 
         os.close(fd)
 
 
-def _read_listing(fd: int) -> tuple[list[data_directory.FileStat], list[tuple[str, str]]]:
+def _read_listing(fd: int) -> tuple[list[untrusted_files.FileStat], list[tuple[str, str]]]:
     with os.fdopen(fd, "rb") as listing:
         listing.seek(0)
         files, links = json.load(listing)
-        return [data_directory.FileStat(*row) for row in files], [(path, target) for path, target in links]
+        return [untrusted_files.FileStat(*row) for row in files], [(path, target) for path, target in links]
 
 
 def to_printable(name: str, limit: int = 200) -> str:

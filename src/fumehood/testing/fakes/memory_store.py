@@ -14,7 +14,7 @@ from fumehood.protocol.openai.api_errors import ServiceUnavailable
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
 from fumehood.protocol.openai.items import OutputItem
-from fumehood.protocol.openai.page_query import PageQuery, find_page
+from fumehood.protocol.openai.pagination import PageQuery, find_page
 from fumehood.protocol.openai.responses import RUN_LOST_ERROR, Response
 from fumehood.testing.fakes.fake_clock import FakeClock
 

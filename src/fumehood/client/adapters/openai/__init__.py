@@ -21,12 +21,12 @@ from fumehood.client.adapters.openai.config import (
 )
 from fumehood.client.adapters.openai.container import ContainerManager
 from fumehood.client.adapters.openai.container_fs import ContainerFilesystem
+from fumehood.client.adapters.openai.native_tool_result import build_provider_result
 from fumehood.client.adapters.openai.native_tools import (
     OpenAICodeInterpreterSection,
     OpenAIFileSearchSection,
     OpenAIWebSearchSection,
 )
-from fumehood.client.adapters.openai.provider_output import build_provider_result
 from fumehood.client.adapters.openai.workspace import OpenAIContainerWorkspaceSection
 from fumehood.client.adapters.provider_adapter import CitedFile
 from fumehood.client.prompt.tool import ProviderOutputHandler, ProviderToolCallData

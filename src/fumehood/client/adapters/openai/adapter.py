@@ -20,7 +20,6 @@ from fumehood.client.adapters.openai.config import (
     OpenAIModelConfig,
 )
 from fumehood.client.adapters.openai.container_errors import ContainerGoneError, build_container_error
-from fumehood.client.adapters.openai.evaluation import Evaluation
 from fumehood.client.adapters.openai.native_tools.native_tool_section import (
     check_native_tools,
     merge_native_tool_lists,
@@ -31,6 +30,7 @@ from fumehood.client.adapters.openai.responses_client import (
     fetch_announced_tools,
 )
 from fumehood.client.adapters.openai.sdk_clients import SdkClients
+from fumehood.client.adapters.openai.tool_call_loop import ToolCallLoop
 from fumehood.client.adapters.openai.wire import EXECUTION_FIELD, responses_tool_choice, responses_tool_spec
 from fumehood.client.adapters.openai.workspace import OpenAIContainerWorkspaceSection
 from fumehood.client.adapters.provider_adapter import PromptResponse
@@ -301,7 +301,7 @@ class OpenAIAdapter:
                 budget_tracker=call.tracker,
                 filesystem=_find_filesystem(rendered, registry),
             )
-            evaluation = Evaluation(
+            loop = ToolCallLoop(
                 api=api,
                 rendered=rendered,
                 context=context,
@@ -318,7 +318,7 @@ class OpenAIAdapter:
                 max_turns=self._max_turns,
                 is_streamed=is_streamed,
             )
-            return (yield from evaluation.run())
+            return (yield from loop.run())
 
     # ---- the request ----------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import Protocol
 
-from fumehood.sandbox_server.inside.files import data_directory
+from fumehood.sandbox_server.inside.files import untrusted_files
 from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused
 
 _DRIVE = re.compile(r"[A-Za-z]:")
@@ -41,10 +41,10 @@ def split_member_name(name: str, into: list[bytes]) -> list[bytes]:
     if not parts:
         return []
     try:
-        return data_directory.check_path(
+        return untrusted_files.check_path(
             os.fsdecode(b"/".join([*into, *(part.encode() for part in parts)]))
         ).split(b"/")
-    except (data_directory.UnsafePath, UnicodeEncodeError) as error:
+    except (untrusted_files.UnsafePath, UnicodeEncodeError) as error:
         raise FileTaskRefused(f"{printable_name(name)}: {error}") from None
 
 

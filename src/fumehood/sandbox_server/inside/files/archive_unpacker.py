@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from fumehood.sandbox_server.inside import syscalls
 from fumehood.sandbox_server.inside.files import (
     atomic_writes,
-    data_directory,
     decompression,
     tar_reader,
+    untrusted_files,
     zip_reader,
 )
 from fumehood.sandbox_server.inside.files.archive_members import printable_name, split_member_name
@@ -105,7 +105,7 @@ def _unpack_spooled_zip(
     """Spool the zip, whose directory is at its end, to an unnamed file that counts against the sandbox."""
     try:
         spool = syscalls.openat2(
-            data, b".", os.O_TMPFILE | os.O_RDWR, 0o600, resolve=data_directory.RESOLVE_BENEATH
+            data, b".", os.O_TMPFILE | os.O_RDWR, 0o600, resolve=untrusted_files.RESOLVE_BENEATH
         )
     except OSError:  # a file system without O_TMPFILE
         spool = os.memfd_create("archive")
@@ -136,7 +136,7 @@ class StagedFileWriter:
         allow_partial: bool = False,
     ) -> None:
         self._data = data
-        self._into = data_directory.check_path(into).split(b"/") if into else []
+        self._into = untrusted_files.check_path(into).split(b"/") if into else []
         self._limits = limits
         self.max_members = limits.members
         self._permit = permit
@@ -150,7 +150,7 @@ class StagedFileWriter:
         self._staging_name = atomic_writes.staging_name(token)
         os.mkdir(self._staging_name, 0o700, dir_fd=data)
         self._staging_fd = syscalls.openat2(
-            data, self._staging_name, data_directory.OPEN_DIRECTORY, resolve=data_directory.RESOLVE_BENEATH
+            data, self._staging_name, untrusted_files.OPEN_DIRECTORY, resolve=untrusted_files.RESOLVE_BENEATH
         )
 
     def add_file(self, name: str, content: Iterable[bytes], *, executable: bool) -> None:
@@ -163,10 +163,10 @@ class StagedFileWriter:
         """Add a file by its exact path; if it is refused, the others are not."""
         self._count_member(len(raw))
         try:
-            parts = data_directory.check_path(raw.decode(errors="surrogateescape")).split(b"/")
+            parts = untrusted_files.check_path(raw.decode(errors="surrogateescape")).split(b"/")
             number = self._write_staged(content, _file_mode(executable))
             self._add_to_tree(parts, lambda: number)
-        except (OSError, data_directory.UnsafePath, FileTaskRefused) as error:
+        except (OSError, untrusted_files.UnsafePath, FileTaskRefused) as error:
             self._record_refusal(raw, 1, _as_refusal(error))
             for _ in content:  # skip it: the next file follows
                 pass
@@ -183,7 +183,9 @@ class StagedFileWriter:
         name = str(number).encode()
         self._sizes.append(0)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        target = syscalls.openat2(self._staging_fd, name, flags, mode, resolve=data_directory.RESOLVE_BENEATH)
+        target = syscalls.openat2(
+            self._staging_fd, name, flags, mode, resolve=untrusted_files.RESOLVE_BENEATH
+        )
         try:
             self._sizes[number] = atomic_writes.write_chunks(target, self._count_bytes(content), self._permit)
             self._modified_ns = max(self._modified_ns, os.fstat(target).st_mtime_ns)
@@ -212,7 +214,7 @@ class StagedFileWriter:
         if self._members > self._limits.members:
             raise FileTaskRefused(f"there are more than {self._limits.members} members", "too_large")
         self._name_bytes += name_bytes
-        if self._name_bytes > data_directory.MAX_NAME_BYTES:
+        if self._name_bytes > untrusted_files.MAX_NAME_BYTES:
             raise FileTaskRefused("the names are too long in total", "too_large")
 
     def _record_refusal(self, path: bytes, count: int, refusal: FileTaskRefused) -> None:
@@ -251,7 +253,7 @@ class StagedFileWriter:
         try:
             with syscalls.closing_fd(
                 syscalls.openat2(
-                    self._data, b".", data_directory.OPEN_DIRECTORY, resolve=data_directory.RESOLVE_BENEATH
+                    self._data, b".", untrusted_files.OPEN_DIRECTORY, resolve=untrusted_files.RESOLVE_BENEATH
                 )
             ) as root:
                 self._move_tree(root, b"", self._tree)
@@ -296,7 +298,7 @@ class StagedFileWriter:
             os.mkdir(name, 0o755, dir_fd=here)
             self._undo.append(lambda: self._remove_at(path, os.rmdir))
         return syscalls.openat2(
-            here, name, data_directory.OPEN_DIRECTORY, resolve=data_directory.RESOLVE_BENEATH
+            here, name, untrusted_files.OPEN_DIRECTORY, resolve=untrusted_files.RESOLVE_BENEATH
         )
 
     def _move_file(self, here: int, name: bytes, path: bytes, number: int) -> None:
@@ -317,11 +319,11 @@ class StagedFileWriter:
         )
 
     def _restore_file(self, path: bytes, old: str) -> None:
-        with data_directory.open_parent(self._data, path) as parent:
+        with untrusted_files.open_parent(self._data, path) as parent:
             os.rename(old, path.rpartition(b"/")[2], src_dir_fd=self._staging_fd, dst_dir_fd=parent)
 
     def _remove_at(self, path: bytes, remove: Callable[..., None]) -> None:
-        with data_directory.open_parent(self._data, path) as parent:
+        with untrusted_files.open_parent(self._data, path) as parent:
             remove(path.rpartition(b"/")[2], dir_fd=parent)
 
     def discard(self) -> None:
@@ -333,7 +335,7 @@ class StagedFileWriter:
 
 
 def _as_refusal(
-    error: OSError | data_directory.UnsafePath | FileTaskRefused, path: bytes | None = None
+    error: OSError | untrusted_files.UnsafePath | FileTaskRefused, path: bytes | None = None
 ) -> FileTaskRefused:
     if isinstance(error, FileTaskRefused):
         return error

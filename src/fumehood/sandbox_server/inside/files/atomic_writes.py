@@ -11,7 +11,8 @@ import stat
 from collections.abc import Generator, Iterable, Iterator
 
 from fumehood.sandbox_server.inside import syscalls
-from fumehood.sandbox_server.inside.files.data_directory import (
+from fumehood.sandbox_server.inside.files.quota_requests import WriteQuota
+from fumehood.sandbox_server.inside.files.untrusted_files import (
     OPEN_DIRECTORY,
     RESERVED_PREFIX,
     RESOLVE_BENEATH,
@@ -19,7 +20,6 @@ from fumehood.sandbox_server.inside.files.data_directory import (
     check_path,
     open_parent,
 )
-from fumehood.sandbox_server.inside.files.quota_requests import WriteQuota
 
 CHUNK_BYTES = 1 << 20
 _CREATE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL

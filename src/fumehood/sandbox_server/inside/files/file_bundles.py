@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Sequence
 
 from fumehood.sandbox_server.inside import syscalls
-from fumehood.sandbox_server.inside.files import data_directory
+from fumehood.sandbox_server.inside.files import untrusted_files
 from fumehood.sandbox_server.inside.files.archive_unpacker import (
     CountedSource,
     StagedFileWriter,
@@ -71,8 +71,8 @@ def stream_contents(data: int, paths: Sequence[str]) -> Iterator[bytes]:
 
 def _read_content(data: int, path: str) -> tuple[int, bytes]:
     try:
-        fd = data_directory.open_regular_file(data, path)
-    except data_directory.UnsafePath:
+        fd = untrusted_files.open_regular_file(data, path)
+    except untrusted_files.UnsafePath:
         return REFUSED, b""
     except OSError as error:
         return (NOT_FOUND if error.errno in (errno.ENOENT, errno.ENOTDIR) else REFUSED), b""

@@ -13,7 +13,12 @@ from dataclasses import astuple
 from typing import Any, NoReturn
 
 from fumehood.sandbox_server.inside import layout, syscalls
-from fumehood.sandbox_server.inside.files import archive_unpacker, atomic_writes, data_directory, file_bundles
+from fumehood.sandbox_server.inside.files import (
+    archive_unpacker,
+    atomic_writes,
+    file_bundles,
+    untrusted_files,
+)
 from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused, WriteQuota
 from fumehood.sandbox_server.inside.jail import jail_builder, landlock, seccomp_installer
 
@@ -41,7 +46,7 @@ def run_file_helper(
         answer = _FileTask(json.loads(body), data_fd, fds[0] if fds else -1, opened).perform(
             WriteQuota(supervisor_socket)
         )
-    except data_directory.UnsafePath as error:
+    except untrusted_files.UnsafePath as error:
         answer = {"error": str(error), "errno": errno.EINVAL}
     except FileTaskRefused as error:
         answer = {"error": str(error), "errno": error.number, "kind": error.kind}
@@ -92,9 +97,9 @@ class _FileTask:
             case "discard":
                 atomic_writes.discard_staged(data, task["token"], task["max_entries"])
             case "delete":
-                data_directory.delete_file(data, task["path"])
+                untrusted_files.delete_file(data, task["path"])
             case "open":
-                self._opened_fds.append(data_directory.open_regular_file(data, task["path"]))
+                self._opened_fds.append(untrusted_files.open_regular_file(data, task["path"]))
             case "list":
                 return self._list_files()
             case unknown:
@@ -150,7 +155,7 @@ class _FileTask:
 
     def _list_files(self) -> dict[str, Any]:
         """Put the listing into a memory file: it can be longer than a packet."""
-        found = data_directory.list_files(self._data_fd)
+        found = untrusted_files.list_files(self._data_fd)
         listing = os.memfd_create("listing")
         with os.fdopen(os.dup(listing), "wb") as target:
             target.write(json.dumps([[astuple(file) for file in found.files], found.links]).encode())

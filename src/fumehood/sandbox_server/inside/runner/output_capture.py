@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
-from fumehood.sandbox_server.inside import framing, output_encoding
+from fumehood.sandbox_server.inside import framing, output_packets
 from fumehood.sandbox_server.inside.runner import output_limits
 from fumehood.sandbox_server.inside.runner.interrupts import InterruptGuard
 
@@ -310,7 +310,7 @@ class OutputQueue:
             self._last_kind = kind
         if len(data) > self._output_budget:
             self._is_truncated = True
-            data = data[: output_encoding.utf8_boundary(data, self._output_budget)]
+            data = data[: output_packets.utf8_boundary(data, self._output_budget)]
             line = f"[output truncated: more than {self.max_bytes} bytes]\n".encode()
             data += line if not data or data.endswith(b"\n") else b"\n" + line
         self._output_budget -= len(data)
@@ -371,10 +371,10 @@ class OutputQueue:
             if kind in _TEXT_KINDS:
                 texts.append((kind, data))
             else:
-                ready.extend(output_encoding.pack_output(call, texts))
+                ready.extend(output_packets.pack_output(call, texts))
                 texts = []
                 ready.append(framing.ChannelMessage(kind, call, data))
-        ready.extend(output_encoding.pack_output(call, texts))
+        ready.extend(output_packets.pack_output(call, texts))
         return [packet for message in ready for packet in framing.encode_packets(message)]
 
     def _send(self, packet: bytes) -> None:

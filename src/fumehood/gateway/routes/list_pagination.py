@@ -6,7 +6,7 @@ from msgspec import Raw
 
 from fumehood.gateway.gateway_exchange import GatewayExchange
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.openai.page_query import HasId, PageQuery, trim_page
+from fumehood.protocol.openai.pagination import HasId, PageQuery, trim_page
 from fumehood.protocol.openai.responses import ListPage
 
 _DEFAULT_LIMIT = 20

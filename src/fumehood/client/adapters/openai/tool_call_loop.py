@@ -1,4 +1,4 @@
-"""The evaluation loop of one prompt: request, run the called functions, request again.
+"""The loop of one prompt: request, run the called functions, request again.
 
 The loop does no I/O: its steps yield operations, which a shell performs. Until its end, only events are visible; the
 session's conversation changes when there is an answer.
@@ -20,7 +20,7 @@ from fumehood.client.adapters.openai.compaction import (
 )
 from fumehood.client.adapters.openai.container_errors import ContainerGoneError, build_container_error
 from fumehood.client.adapters.openai.input_items import build_prompt_items, replace_prompt_text
-from fumehood.client.adapters.openai.provider_output import build_provider_result
+from fumehood.client.adapters.openai.native_tool_result import build_provider_result
 from fumehood.client.adapters.openai.responses_client import ResponsesClient
 from fumehood.client.adapters.openai.wire import (
     Item,
@@ -67,8 +67,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class Evaluation[Out]:
-    """One evaluation of one prompt; `run` is called once, and its steps are run by a shell.
+class ToolCallLoop[Out]:
+    """The requests and function calls of one evaluation; `run` is called once, and its steps are run by a shell.
 
     request: what all its requests have in common: everything but the input.
     recreate_container: replaces an expired container and returns the new id and the prompt's text, which may name paths

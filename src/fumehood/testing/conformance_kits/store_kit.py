@@ -27,10 +27,10 @@ from fumehood.protocol.openai.items import (
 )
 from fumehood.protocol.openai.response_projection import INCLUDE_CODE_OUTPUTS, project_response
 from fumehood.protocol.openai.responses import Response, Usage
-from fumehood.testing.kits.assertions import assert_each_raises
-from fumehood.testing.kits.container_store_kit import ContainerStoreKit
-from fumehood.testing.kits.lease_kit import LeaseKit
-from fumehood.testing.kits.store_fixtures import (
+from fumehood.testing.conformance_kits.assertions import assert_each_raises
+from fumehood.testing.conformance_kits.container_store_kit import ContainerStoreKit
+from fumehood.testing.conformance_kits.lease_kit import LeaseKit
+from fumehood.testing.conformance_kits.store_fixtures import (
     StoreFixture,
     assert_same_response,
     find_stored_items,
@@ -43,7 +43,7 @@ from fumehood.testing.kits.store_fixtures import (
     make_user_item,
     store_response,
 )
-from fumehood.testing.kits.uploaded_file_store_kit import UploadedFileStoreKit
+from fumehood.testing.conformance_kits.uploaded_file_record_store_kit import UploadedFileRecordStoreKit
 
 _SECONDS = 60
 
@@ -488,6 +488,6 @@ class StoreKit(
     IdempotencyStoreKit,
     ApiKeyStoreKit,
     ContainerStoreKit,
-    UploadedFileStoreKit,
+    UploadedFileRecordStoreKit,
 ):
     """All tests of the seam."""

@@ -1,4 +1,4 @@
-"""Reads the context size of a model from its server, in the ways of the servers that tell."""
+"""Asks a model server for the size of a model's context window, in the ways of the servers that tell."""
 
 import re
 from collections.abc import Awaitable, Callable
@@ -19,7 +19,7 @@ _OLLAMA_ADVICE = "Start Ollama with OLLAMA_CONTEXT_LENGTH=32768, or set num_ctx 
 
 
 @dataclass(frozen=True, slots=True)
-class ContextSize:
+class ContextWindow:
     """In tokens; who says so, and how an operator changes it."""
 
     tokens: int
@@ -71,10 +71,10 @@ class _ShownModel(msgspec.Struct):
 type _Fetch = Callable[[str, bytes | None], Awaitable[bytes]]
 
 
-async def find_context_size(
+async def probe_context_window(
     server: UpstreamServer, base_url: str, model: str, errors: UpstreamErrorFactory
-) -> ContextSize | None:
-    """The context size that the server gives this model; None if it does not tell."""
+) -> ContextWindow | None:
+    """Return the size of the context window that the server gives this model; None if it does not tell."""
     root = UpstreamAddress.parse(_VERSION_SUFFIX.sub("", base_url.rstrip("/")))
 
     async def fetch(path: str, body: bytes | None) -> bytes:
@@ -94,45 +94,47 @@ async def find_context_size(
     return None
 
 
-async def _read_model_list(fetch: _Fetch, model: str) -> ContextSize | None:
+async def _read_model_list(fetch: _Fetch, model: str) -> ContextWindow | None:
     for entry in _decode(await fetch("./models", None), _ModelEntries, _ModelEntries()).data:
         if entry.id == model and (tokens := _read_tokens(entry.max_model_len, entry.context_length)):
-            return ContextSize(tokens, "list of models", "With vLLM, start it with a larger --max-model-len.")
+            return ContextWindow(
+                tokens, "list of models", "With vLLM, start it with a larger --max-model-len."
+            )
     return None
 
 
-async def _ask_lm_studio(fetch: _Fetch, model: str) -> ContextSize | None:
+async def _ask_lm_studio(fetch: _Fetch, model: str) -> ContextWindow | None:
     for entry in _decode(await fetch("/api/v0/models", None), _ModelEntries, _ModelEntries()).data:
         if entry.id == model and (
             tokens := _read_tokens(entry.loaded_context_length, entry.max_context_length)
         ):
-            return ContextSize(tokens, "LM Studio", "Load the model with a larger context length.")
+            return ContextWindow(tokens, "LM Studio", "Load the model with a larger context length.")
     return None
 
 
-async def _ask_llama_cpp(fetch: _Fetch, _model: str) -> ContextSize | None:
+async def _ask_llama_cpp(fetch: _Fetch, _model: str) -> ContextWindow | None:
     props = _decode(await fetch("/props", None), _Props, None)
     tokens = None if props is None else _read_tokens(props.default_generation_settings.n_ctx)
     return (
-        None if tokens is None else ContextSize(tokens, "llama.cpp", "Start llama-server with a larger -c.")
+        None if tokens is None else ContextWindow(tokens, "llama.cpp", "Start llama-server with a larger -c.")
     )
 
 
-async def _ask_ollama(fetch: _Fetch, model: str) -> ContextSize | None:
+async def _ask_ollama(fetch: _Fetch, model: str) -> ContextWindow | None:
     """What the loaded model has, else what its parameters set, else what it was trained with."""
     loaded = _decode(await fetch("/api/ps", None), _LoadedModels, _LoadedModels([]))
     for entry in loaded.models:
         is_same = model in (entry.name, entry.model, entry.name.removesuffix(":latest"))
         if is_same and (tokens := _read_tokens(entry.context_length)):
-            return ContextSize(tokens, "Ollama, as loaded", _OLLAMA_ADVICE)
+            return ContextWindow(tokens, "Ollama, as loaded", _OLLAMA_ADVICE)
     shown = _decode(await fetch("/api/show", msgspec.json.encode({"model": model})), _ShownModel, None)
     if shown is None:
         return None
     if (found := _NUM_CTX.search(shown.parameters)) and (tokens := _read_tokens(int(found[1][:12]))):
-        return ContextSize(tokens, "Ollama, num_ctx", _OLLAMA_ADVICE)
+        return ContextWindow(tokens, "Ollama, num_ctx", _OLLAMA_ADVICE)
     trained = [value for name, value in shown.model_info.items() if name.endswith(".context_length")]
     tokens = _read_tokens(*trained)
-    return None if tokens is None else ContextSize(tokens, "Ollama, at most", _OLLAMA_ADVICE)
+    return None if tokens is None else ContextWindow(tokens, "Ollama, at most", _OLLAMA_ADVICE)
 
 
 def _read_tokens(*values: object) -> int | None:

@@ -1,4 +1,4 @@
-"""Conformance tests of `UploadedFileStore`."""
+"""Conformance tests of `UploadedFileRecordStore`."""
 
 import asyncio
 from functools import partial
@@ -9,8 +9,8 @@ import pytest
 from fumehood.interfaces import FileTotals, Store
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.file_objects import FilePurpose, UploadedFileRecord
-from fumehood.protocol.openai.page_query import PageQuery
-from fumehood.testing.kits.store_fixtures import StoreFixture, load_pages
+from fumehood.protocol.openai.pagination import PageQuery
+from fumehood.testing.conformance_kits.store_fixtures import StoreFixture, load_pages
 
 
 def _make_upload(number: int, tenant: str = "a", purpose: FilePurpose = "user_data") -> UploadedFileRecord:
@@ -26,7 +26,7 @@ def _make_upload(number: int, tenant: str = "a", purpose: FilePurpose = "user_da
     )
 
 
-class UploadedFileStoreKit(StoreFixture):
+class UploadedFileRecordStoreKit(StoreFixture):
     async def test_an_upload_is_its_tenants(self, store: Store) -> None:
         record = _make_upload(1)
         assert await store.add_upload(record)

@@ -9,7 +9,7 @@ from fumehood.message_parts import tool_payloads
 from fumehood.message_parts.canonical_parts import Json, JsonObject
 
 
-class ToolPartFormat(msgspec.Struct, frozen=True, kw_only=True):
+class ToolPartType(msgspec.Struct, frozen=True, kw_only=True):
     """A part type that holds a call, a response or both, each under its own key.
 
     holds_both: it may hold both, and needs one. forbidden_fields: keys that belong to another type.
@@ -29,9 +29,9 @@ _CALL_FIELDS = frozenset({"tool_call", "server_tool_call", "request"})
 _RESPONSE_FIELDS = frozenset({"response", "tool_response", "server_tool_call_response"})
 
 
-def _part_type(kind: str, *, call: str = "", response: str = "") -> ToolPartFormat:
+def _part_type(kind: str, *, call: str = "", response: str = "") -> ToolPartType:
     others = _CALL_FIELDS | _RESPONSE_FIELDS | (frozenset[str]() if call else {"arguments"})
-    return ToolPartFormat(type=kind, call=call, response=response, forbidden_fields=others - {call, response})
+    return ToolPartType(type=kind, call=call, response=response, forbidden_fields=others - {call, response})
 
 
 TOOL_PART_TYPES = {
@@ -97,7 +97,7 @@ def _find_plain_part_error(part: JsonObject, kind: str) -> str:
     return ""
 
 
-def _find_header_error(part: JsonObject, part_type: ToolPartFormat) -> str:
+def _find_header_error(part: JsonObject, part_type: ToolPartType) -> str:
     if not isinstance(part.get("id"), str | None):
         return "`id` is neither a string nor null"
     if part_type.call and not isinstance(part.get("name"), str):
@@ -105,7 +105,7 @@ def _find_header_error(part: JsonObject, part_type: ToolPartFormat) -> str:
     return ""
 
 
-def _find_field_error(part: JsonObject, part_type: ToolPartFormat) -> str:
+def _find_field_error(part: JsonObject, part_type: ToolPartType) -> str:
     if mixed := sorted(part_type.forbidden_fields & part.keys()):
         return f"`{mixed[0]}` does not belong in a {part_type.type} part"
     if part_type.holds_both and part_type.call not in part and part_type.response not in part:
@@ -113,7 +113,7 @@ def _find_field_error(part: JsonObject, part_type: ToolPartFormat) -> str:
     return ""
 
 
-def _find_payload_error(part: JsonObject, part_type: ToolPartFormat) -> str:
+def _find_payload_error(part: JsonObject, part_type: ToolPartType) -> str:
     kinds: list[str] = []
     for key in filter(None, (part_type.call, part_type.response)):
         if part_type.holds_both and key not in part:

@@ -19,9 +19,12 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     ExecutionNote,
     Stdout,
 )
-from fumehood.testing.kits.assertions import assert_each_raises
-from fumehood.testing.kits.container_lifecycle_kit import ContainerLifecycleKit, ContainerUserFilesKit
-from fumehood.testing.kits.container_subject import (
+from fumehood.testing.conformance_kits.assertions import assert_each_raises
+from fumehood.testing.conformance_kits.container_lifecycle_kit import (
+    ContainerLifecycleKit,
+    ContainerUserFilesKit,
+)
+from fumehood.testing.conformance_kits.container_subject import (
     PYTHON_PROGRAMS,
     SECONDS,
     SOMEBODY,

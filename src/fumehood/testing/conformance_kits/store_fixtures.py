@@ -12,7 +12,7 @@ from fumehood.protocol.openai.container_objects import ContainerRecord
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
 from fumehood.protocol.openai.ids import new_id
 from fumehood.protocol.openai.items import OutputItem, OutputMessage, OutputText
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 from fumehood.protocol.openai.responses import Response
 
 
@@ -37,7 +37,7 @@ def make_assistant_message(text: str) -> OutputMessage:
 
 
 @dataclass(slots=True)
-class PendingResponse:
+class UnstoredResponse:
     """A response with its entries, to be stored."""
 
     store: Store
@@ -62,7 +62,7 @@ def make_response(
     after: Response | None = None,
     tenant: str = "tenant",
     output: Sequence[OutputItem] | None = None,
-) -> PendingResponse:
+) -> UnstoredResponse:
     """Return a response to the text. Its output is the text in capitals, or the given items."""
     items: list[OutputItem] = [make_assistant_message(text.upper())] if output is None else list(output)
     response = Response(
@@ -72,7 +72,7 @@ def make_response(
         previous_response_id=after.id if after else None,
         output=items,
     )
-    return PendingResponse(
+    return UnstoredResponse(
         store, tenant, response, [make_user_item(text), *(make_model_item(item) for item in items)]
     )
 

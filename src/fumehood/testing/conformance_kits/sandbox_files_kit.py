@@ -13,8 +13,8 @@ from fumehood.interfaces import Sandbox
 from fumehood.protocol.sandbox.bundle_encoding import MAX_BUNDLED_FILE_BYTES, BundleContent, BundledFile
 from fumehood.protocol.sandbox.sandbox_errors import FileRefused, SandboxFileNotFound, SandboxPayloadTooLarge
 from fumehood.protocol.sandbox.sandbox_messages import ArchiveFormat, ExecutionEvent
-from fumehood.testing.kits.assertions import assert_each_raises
-from fumehood.testing.kits.payloads import SourceError, build_archive, fail_midway
+from fumehood.testing.conformance_kits.assertions import assert_each_raises
+from fumehood.testing.conformance_kits.payloads import SourceError, build_archive, fail_midway
 
 ODD_NAMES = [
     "with space.txt",

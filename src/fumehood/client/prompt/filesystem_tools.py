@@ -1,4 +1,4 @@
-"""File tools over any filesystem."""
+"""Tools with which the model reads and writes any filesystem."""
 
 from dataclasses import dataclass, field
 from typing import Any

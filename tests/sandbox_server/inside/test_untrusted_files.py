@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fumehood.sandbox_server.inside.files import atomic_writes, data_directory
+from fumehood.sandbox_server.inside.files import atomic_writes, untrusted_files
 from tests.support.unpack_target import GrantedPermit
 
 
@@ -50,15 +50,15 @@ def content(fd: int) -> bytes:
     ],
 )
 def test_unsafe_names_are_refused(path: str) -> None:
-    with pytest.raises(data_directory.UnsafePath):
-        data_directory.check_path(path)
+    with pytest.raises(untrusted_files.UnsafePath):
+        untrusted_files.check_path(path)
 
 
 @given(st.text())
 def test_a_checked_name_stays_below(path: str) -> None:
     try:
-        raw = data_directory.check_path(path)
-    except data_directory.UnsafePath:
+        raw = untrusted_files.check_path(path)
+    except untrusted_files.UnsafePath:
         return
     assert not raw.startswith(b"/")
     assert b".." not in raw.split(b"/")
@@ -73,7 +73,7 @@ def test_reads_regular_files_only(data: tuple[Path, int], tmp_path: Path) -> Non
     (tmp_path / "secret").write_text("secret")
     (here / "link").symlink_to(tmp_path / "secret")
     (here / "out").symlink_to(tmp_path)
-    assert content(data_directory.open_regular_file(fd, "f")) == b"x"
+    assert content(untrusted_files.open_regular_file(fd, "f")) == b"x"
     for name, number in (
         ("d", errno.EINVAL),
         ("fifo", errno.EINVAL),
@@ -81,7 +81,7 @@ def test_reads_regular_files_only(data: tuple[Path, int], tmp_path: Path) -> Non
         ("out/secret", errno.ELOOP),
     ):
         with pytest.raises(OSError) as refused:
-            data_directory.open_regular_file(fd, name)
+            untrusted_files.open_regular_file(fd, name)
         assert refused.value.errno == number
 
 
@@ -113,20 +113,20 @@ def test_deletes_one_name(data: tuple[Path, int], tmp_path: Path) -> None:
     here, fd = data
     (tmp_path / "target").write_text("kept")
     (here / "link").symlink_to(tmp_path / "target")
-    data_directory.delete_file(fd, "link")
+    untrusted_files.delete_file(fd, "link")
     assert os.listdir(here) == []
     assert (tmp_path / "target").exists()
     with pytest.raises(FileNotFoundError):
-        data_directory.delete_file(fd, "link")
+        untrusted_files.delete_file(fd, "link")
 
 
 def test_walks_are_bounded(data: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
     here, fd = data
     for number in range(30):
         (here / f"f{number:02}").touch()
-    assert len(data_directory.list_files(fd).files) == 30
-    monkeypatch.setattr(data_directory, "MAX_ENTRIES", 20)
-    found, cut, _ = data_directory.list_files(fd)
+    assert len(untrusted_files.list_files(fd).files) == 30
+    monkeypatch.setattr(untrusted_files, "MAX_ENTRIES", 20)
+    found, cut, _ = untrusted_files.list_files(fd)
     assert (len(found), cut) == (20, True)
 
 
@@ -137,7 +137,7 @@ def test_links_are_listed_and_not_followed(data: tuple[Path, int], tmp_path: Pat
     for name, target in (("alias", "d"), ("d/up", "../d/f"), ("out", str(tmp_path)), ("dangling", "nowhere")):
         (here / name).symlink_to(target)
     os.symlink(b"\xff", os.fsencode(here / "binary"))
-    found, cut, links = data_directory.list_files(fd)
+    found, cut, links = untrusted_files.list_files(fd)
     assert [item.path for item in found] == ["d/f"]
     assert links == [("alias", "d"), ("d/up", "../d/f"), ("dangling", "nowhere"), ("out", str(tmp_path))]
     assert cut, "the target that is not text"
@@ -151,17 +151,17 @@ def test_names_of_the_server_count_for_the_bound(
     (folder / "a").touch()
     for number in range(21):
         (folder / f".fumehood-{number}").hardlink_to(folder / "a")
-    found, cut, _ = data_directory.list_files(fd)
+    found, cut, _ = untrusted_files.list_files(fd)
     assert ([item.path for item in found], cut) == (["a"], False)
-    monkeypatch.setattr(data_directory, "MAX_ENTRIES", 20)
-    assert data_directory.list_files(fd).is_truncated
+    monkeypatch.setattr(untrusted_files, "MAX_ENTRIES", 20)
+    assert untrusted_files.list_files(fd).is_truncated
 
 
 def test_walks_stop_at_a_depth(data: tuple[Path, int]) -> None:
     here, fd = data
-    deep = here.joinpath(*["d"] * (data_directory.MAX_DEPTH + 5))
+    deep = here.joinpath(*["d"] * (untrusted_files.MAX_DEPTH + 5))
     deep.mkdir(parents=True)
     (deep / "f").touch()
     (here / "top").touch()
-    found, cut, _ = data_directory.list_files(fd)
+    found, cut, _ = untrusted_files.list_files(fd)
     assert ([item.path for item in found], cut) == (["top"], True)

@@ -12,10 +12,10 @@ import pytest
 from fumehood.interfaces import Caller, FileService
 from fumehood.protocol.openai.api_errors import BodyTooLarge, InvalidRequest, NotFound
 from fumehood.protocol.openai.file_objects import FileUploadMetadata, UploadedFileRecord, UploadPurpose
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
+from fumehood.testing.conformance_kits.assertions import assert_each_raises
+from fumehood.testing.conformance_kits.payloads import SourceError, fail_midway, stream_chunks
 from fumehood.testing.fakes.fake_clock import FakeClock
-from fumehood.testing.kits.assertions import assert_each_raises
-from fumehood.testing.kits.payloads import SourceError, fail_midway, stream_chunks
 
 ANN = Caller("ann")
 BEN = Caller("ben")

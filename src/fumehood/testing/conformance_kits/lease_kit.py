@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from fumehood.interfaces import ResponseLease, ResponseLeaseLost, Store
-from fumehood.testing.kits.store_fixtures import (
+from fumehood.testing.conformance_kits.store_fixtures import (
     StoreFixture,
     StoreSubject,
     assert_same_response,

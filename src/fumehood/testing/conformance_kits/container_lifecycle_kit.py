@@ -6,17 +6,17 @@ import pytest
 
 from fumehood.protocol.openai.api_errors import InvalidRequest, NotFound
 from fumehood.protocol.openai.container_objects import ContainerSpec
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEvent, NetworkAllowlist
-from fumehood.testing.kits.assertions import assert_each_raises
-from fumehood.testing.kits.container_subject import (
+from fumehood.testing.conformance_kits.assertions import assert_each_raises
+from fumehood.testing.conformance_kits.container_subject import (
     SOMEBODY,
     STRANGER,
     ContainerSubject,
     collect_stdout,
     get_end,
 )
-from fumehood.testing.kits.payloads import SourceError, build_archive, fail_midway, stream_chunks
+from fumehood.testing.conformance_kits.payloads import SourceError, build_archive, fail_midway, stream_chunks
 
 
 class ContainerLifecycleKit:

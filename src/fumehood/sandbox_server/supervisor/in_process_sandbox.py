@@ -29,7 +29,7 @@ async def iter_events(execution: SandboxExecution, after: int = -1) -> AsyncGene
             yield event
 
 
-class LocalSandboxAdapter:
+class InProcessSandbox:
     """An isolated sandbox of this process's supervisor as an `interfaces.Sandbox`; raises what that says."""
 
     def __init__(self, instance: SandboxInstance) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from fumehood.interfaces import BlobStore, GarbageCollectedBlobStore, Store
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
-from fumehood.testing.kits.payloads import SourceError, fail_midway, stream_chunks
+from fumehood.testing.conformance_kits.payloads import SourceError, fail_midway, stream_chunks
 
 
 async def read_blob(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fumehood.sandbox_server.egress.domain_names import (
+from fumehood.sandbox_server.egress.domain_parsing import (
     InvalidDomainName,
     RequestTarget,
     parse_authority,

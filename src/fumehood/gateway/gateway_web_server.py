@@ -12,7 +12,7 @@ from fumehood.http_server.web_server import WebServer, render_error_response
 from fumehood.protocol.openai.api_errors import InvalidRequest, ServiceUnavailable, to_error_body
 
 
-class GatewayServer(WebServer):
+class GatewayWebServer(WebServer):
     """A web server for a `Gateway`.
 
     app: the `Gateway`, possibly wrapped in middleware.

@@ -1,4 +1,4 @@
-"""Conformance tests of `ContainerStore` and `ContainerFileStore`."""
+"""Conformance tests of `ContainerStore` and `ContainerFileRecordStore`."""
 
 import asyncio
 import itertools
@@ -15,9 +15,9 @@ from fumehood.protocol.openai.container_objects import (
     ContainerSpec,
     ContainerStatus,
 )
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.pagination import PageQuery
 from fumehood.protocol.sandbox.sandbox_messages import NetworkDisabled
-from fumehood.testing.kits.store_fixtures import StoreFixture, StoreSubject, load_pages
+from fumehood.testing.conformance_kits.store_fixtures import StoreFixture, StoreSubject, load_pages
 
 _BLOB = "ab" * 32
 

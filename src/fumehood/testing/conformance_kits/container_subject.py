@@ -11,7 +11,7 @@ import pytest
 from fumehood.interfaces import Caller, Container, ContainerService, ExecutionStarted
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerSpec
 from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, ExecutionEvent
-from fumehood.testing.kits.sandbox_kit import collect_stdout, get_end, read_events
+from fumehood.testing.conformance_kits.sandbox_kit import collect_stdout, get_end, read_events
 
 __all__ = [
     "PYTHON_PROGRAMS",

@@ -31,8 +31,8 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     Stderr,
     Stdout,
 )
-from fumehood.testing.kits.assertions import assert_each_raises
-from fumehood.testing.kits.sandbox_files_kit import SandboxFilesKit, read_content
+from fumehood.testing.conformance_kits.assertions import assert_each_raises
+from fumehood.testing.conformance_kits.sandbox_files_kit import SandboxFilesKit, read_content
 
 type SandboxProgram = Literal[
     "prints hello",
