@@ -158,8 +158,8 @@ def test_it_costs_nobody_anything_that_code_could_multiply(host: Host, box: Sand
     program = """
         import signal
         for number in range(1, 65):
-            for _ in range(200): attempt(os.kill, 1, number)
-        for _ in range(200):
+            for _ in range(50): attempt(os.kill, 1, number)
+        for _ in range(60):
             if os.fork() == 0:
                 if os.fork() == 0: os._exit(0)
                 os._exit(0)

@@ -10,20 +10,25 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 def run_in_thread[T](opening: AbstractAsyncContextManager[T]) -> Generator[T]:
     """What the context manager yields, until the block is left."""
     opened: list[T] = []
-    ready, loop, done = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+    ready, done = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
         async with opening as gateway:
             opened.append(gateway)
+            loops.append(asyncio.get_running_loop())
             ready.set()
             await done.wait()
 
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    def run() -> None:
+        with asyncio.Runner() as runner:  # ends what is left on the loop before it closes it
+            runner.run(serve())
+
+    thread = threading.Thread(target=run)
     thread.start()
     assert ready.wait(60)
     try:
         yield opened[0]
     finally:
-        loop.call_soon_threadsafe(done.set)
+        loops[0].call_soon_threadsafe(done.set)
         thread.join(60)
-        loop.close()

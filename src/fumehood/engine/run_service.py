@@ -330,6 +330,7 @@ class EngineRunService:
         finally:
             if self._lease_renewal is not None:
                 self._lease_renewal.cancel()
+                await asyncio.wait([self._lease_renewal])
 
     async def _end_active_runs(self, grace_seconds: float) -> None:
         tasks: list[asyncio.Task[Any]] = [*(run.task for run in self._active_runs), *self._compaction_tasks]
