@@ -158,7 +158,24 @@ def test_what_cannot_be_meant_is_refused(file: Path, text: str, said: str) -> No
         # Specification 003, FR-016 and US4-2: one or the other.
         ("{sandbox_url: 'http://h', sandbox_template: t}", "sandbox_url: it excludes sandbox_template"),
         ("{sandbox_url: 'http://h', sandbox_warm_pool: p}", "sandbox_url: it excludes sandbox_template"),
-        ("{sandbox_template: t}", "sandbox_template: this version cannot claim pods yet"),
+        (
+            "{sandbox_url: 'http://h', sandbox_warm_pools: {4g: p}}",
+            "sandbox_url: it excludes sandbox_template",
+        ),
+        ("{sandbox_template: t}", "sandbox_token_file: pods require the token"),
+        ("{sandbox_token_file: /t}", "sandbox_token_file: it needs a sandbox_url"),
+        (
+            "{sandbox_url: 'http://h', sandbox_token_file: /t, sandbox_token_env: T}",
+            "sandbox_token_env: it excludes sandbox_token_file",
+        ),
+        ("{sandbox_warm_pool: P_1, sandbox_token_file: /t}", "sandbox_warm_pool: 'P_1' cannot be a name"),
+        ("{sandbox_warm_pools: {2g: p}, sandbox_token_file: /t}", "sandbox_warm_pools"),
+        (
+            "{sandbox_warm_pool: p, sandbox_warm_pools: {1g: q}, sandbox_token_file: /t}",
+            "sandbox_warm_pools: 1g is the pool of sandbox_warm_pool",
+        ),
+        ("{sandbox_namespace: n}", "sandbox_namespace: it needs a sandbox_template or a sandbox_warm_pool"),
+        ("{sandbox_kubeconfig: /k}", "sandbox_kubeconfig: it needs a sandbox_template"),
         ("{sandbox_url: 'ftp://h'}", "sandbox_url 'ftp://h' is not the URL of a server, such as http://"),
         ("{sandbox_url: 'http://h:99999'}", "sandbox_url 'http://h:99999' is not the URL"),
         ("{sandbox_url: 'http://u:s3cret@h'}", "sandbox_url contains a user or a password"),
@@ -173,6 +190,20 @@ def test_sandboxes_that_cannot_be_had(file: Path, settings: str, said: str) -> N
         load_config(file, {})
     assert f"providers.code_interpreter.settings.{said}" in str(refused.value)
     assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "{sandbox_template: t, sandbox_token_file: /t}",
+        "{sandbox_warm_pool: p, sandbox_token_env: T}",
+        "{sandbox_template: t, sandbox_warm_pool: p, sandbox_token_file: /t}",
+        "{sandbox_warm_pools: {1g: p, 64g: q.r}, sandbox_token_file: /t, sandbox_namespace: n}",
+    ],
+)
+def test_pools_that_can_be_claimed_from(file: Path, settings: str) -> None:
+    file.write_text(f"providers: {{code_interpreter: {{settings: {settings}}}}}")
+    assert load_config(file, {}).providers.code_interpreter.settings.claims_pods
 
 
 @pytest.mark.parametrize("url", ["http://h:1", "https://h/x", "unix:/run/sandboxes"])

@@ -89,6 +89,7 @@ OPEN_MODULES = {
     "fumehood.models.registry",
     "fumehood.models.upstream_diagnostics",
     "fumehood.models.upstream_health",
+    "fumehood.sandbox_client.kubernetes",
     "fumehood.store.aes_gcm_sealer",
 }
 

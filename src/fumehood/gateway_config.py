@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from fumehood.configuration import (
@@ -27,6 +28,7 @@ from fumehood.configuration import (
 )
 from fumehood.files import InputSettings, UploadSettings
 from fumehood.models import ModelSettings, check_url, read_secret
+from fumehood.protocol.sandbox.sandbox_messages import MemoryTier
 
 __all__ = [
     "GATEWAY_SCHEMA",
@@ -44,6 +46,9 @@ type Port = Annotated[int, Meta(ge=0, le=65_535)]
 type LogLevel = Literal["debug", "info", "warning", "error"]
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Of objects in Kubernetes: a DNS subdomain.
+_OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_MAX_OBJECT_NAME = 253
 _SQLITE_PREFIX = "sqlite:///"
 DATABASE_NAME = "fumehood.db"
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
@@ -140,8 +145,14 @@ class CodeInterpreterSettings(SettingsSection, frozen=True):
     claim_timeout: Seconds = 30.0
     sandbox_url: str | None = None
     sandbox_token_env: str | None = None
+    sandbox_token_file: str | None = None
     sandbox_template: str | None = None
     sandbox_warm_pool: str | None = None
+    sandbox_warm_pools: dict[MemoryTier, str] = msgspec.field(default_factory=dict[MemoryTier, str])
+    sandbox_namespace: str | None = None
+    sandbox_kubeconfig: str | None = None
+    sandbox_port: Annotated[int, Meta(ge=1, le=65_535)] = 8080
+    claims_in_flight: Positive = 64
     sandbox_mode: Literal["namespaces", "unsafe-degraded"] = "namespaces"
     sandbox_limits: Literal["enforced", "best-effort"] = "enforced"
     sandbox_pool: Annotated[int, Meta(ge=0, le=1000)] = 4
@@ -161,6 +172,11 @@ class CodeInterpreterSettings(SettingsSection, frozen=True):
     max_lifetime_hours: Annotated[float, Meta(gt=0, le=8760)] = 24.0
     retention_hours: Annotated[float, Meta(ge=0, le=8760)] = 168.0
     retained_bytes: NonNegativeByteSize = 2 << 30
+
+    @property
+    def claims_pods(self) -> bool:
+        """Whether sandboxes are pods of a cluster."""
+        return bool(self.sandbox_template or self.sandbox_warm_pool or self.sandbox_warm_pools)
 
 
 class CodeInterpreterSection(SettingsSection, frozen=True):
@@ -333,18 +349,56 @@ def _find_input_problems(settings: InputSettings) -> Iterator[str]:
 
 
 def _find_interpreter_problems(settings: CodeInterpreterSettings) -> Iterator[str]:
-    uses_cluster = settings.sandbox_template is not None or settings.sandbox_warm_pool is not None
+    uses_cluster = settings.claims_pods
     if settings.sandbox_url is not None and uses_cluster:
         yield "sandbox_url: it excludes sandbox_template and sandbox_warm_pool; set only one kind."
-    if uses_cluster:
-        yield "sandbox_template: this version cannot claim pods yet; set sandbox_url, or neither."
     if settings.sandbox_url is not None:
         yield from _find_url_problems("sandbox_url", settings.sandbox_url)
-    elif settings.sandbox_token_env is not None:
-        yield "sandbox_token_env: it needs a sandbox_url; the embedded server has no token."
-    yield from _find_variable_problems("sandbox_token_env", settings.sandbox_token_env)
+    yield from _find_token_problems(settings)
+    if uses_cluster:
+        yield from _find_cluster_problems(settings)
+    else:
+        for name, value in (
+            ("sandbox_namespace", settings.sandbox_namespace),
+            ("sandbox_kubeconfig", settings.sandbox_kubeconfig),
+        ):
+            if value is not None:
+                yield f"{name}: it needs a sandbox_template or a sandbox_warm_pool."
     if settings.idle_minutes > settings.max_idle_minutes:
         yield "idle_minutes: it must not exceed max_idle_minutes."
+
+
+def _find_token_problems(settings: CodeInterpreterSettings) -> Iterator[str]:
+    for name, value in (
+        ("sandbox_token_env", settings.sandbox_token_env),
+        ("sandbox_token_file", settings.sandbox_token_file),
+    ):
+        if value is not None and settings.sandbox_url is None and not settings.claims_pods:
+            yield f"{name}: it needs a sandbox_url; the embedded server has no token."
+    if settings.sandbox_token_env is not None and settings.sandbox_token_file is not None:
+        yield "sandbox_token_env: it excludes sandbox_token_file; set only one of them."
+    yield from _find_variable_problems("sandbox_token_env", settings.sandbox_token_env)
+
+
+def _find_cluster_problems(settings: CodeInterpreterSettings) -> Iterator[str]:
+    if settings.sandbox_token_env is None and settings.sandbox_token_file is None:
+        yield (
+            "sandbox_token_file: pods require the token of their sandbox servers: name the file of the mounted Secret."
+        )
+    other = settings.sandbox_warm_pools.get("1g")
+    if other is not None and (settings.sandbox_template or settings.sandbox_warm_pool not in (None, other)):
+        yield (
+            "sandbox_warm_pools: 1g is the pool of sandbox_warm_pool or sandbox_template; set it in one place only."
+        )
+    names = {
+        "sandbox_template": settings.sandbox_template,
+        "sandbox_warm_pool": settings.sandbox_warm_pool,
+        "sandbox_namespace": settings.sandbox_namespace,
+        **{f"sandbox_warm_pools.{tier}": pool for tier, pool in settings.sandbox_warm_pools.items()},
+    }
+    for setting, name in names.items():
+        if name is not None and (len(name) > _MAX_OBJECT_NAME or _OBJECT_NAME.fullmatch(name) is None):
+            yield f"{setting}: {name!r} cannot be a name in Kubernetes: lower-case letters, digits, - and . only."
 
 
 def _find_url_problems(setting: str, url: str) -> Iterator[str]:

@@ -87,6 +87,7 @@ class ContainerStats:
     ended_calls: by the status of their end, or `abandoned` if the caller left first.
     sandbox_starts: `warm` or `cold`, or `new` if the server does not report which.
     acquire_seconds: until a sandbox was acquired, or the attempt ended.
+    orphans: sandboxes that were destroyed because no container refers to them.
     run_seconds: of a call's code. file_seconds: to copy its files there, or to find and store what it wrote.
     """
 
@@ -98,9 +99,30 @@ class ContainerStats:
     running_calls: int = 0
     ended_calls: Counter[str] = field(default_factory=Counter[str])
     sandbox_starts: Counter[str] = field(default_factory=Counter[str])
+    orphans: int = 0
     acquire_seconds: BucketHistogram = field(default_factory=BucketHistogram)
     run_seconds: BucketHistogram = field(default_factory=BucketHistogram)
     file_seconds: BucketHistogram = field(default_factory=BucketHistogram)
+
+
+@dataclass(slots=True, eq=False)
+class ClaimStats:
+    """Claims for sandboxes in pods.
+
+    open_claims: claims that exist, of all replicas. in_flight: claims of this one that wait for a pod.
+    ready_seconds: from the request for a claim until its pod was ready, for a `warm` one of the pool and a `cold` one.
+    failures: claims that got no pod, by the reason; also `delete` for those that could not be deleted.
+    watch_failures: how often the watch broke. is_watch_connected: whether the state of claims is current.
+    """
+
+    open_claims: int = 0
+    in_flight: int = 0
+    ready_seconds: dict[str, BucketHistogram] = field(
+        default_factory=lambda: {"warm": BucketHistogram(), "cold": BucketHistogram()}
+    )
+    failures: Counter[str] = field(default_factory=Counter[str])
+    watch_failures: int = 0
+    is_watch_connected: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -122,5 +144,6 @@ class GatewayStats:
 
     models: dict[str, ModelStats] = field(default_factory=dict[str, ModelStats])
     containers: ContainerStats = field(default_factory=ContainerStats)
+    claims: ClaimStats = field(default_factory=ClaimStats)
     store: StoreStats = field(default_factory=StoreStats)
     dropped_readers: Counter[str] = field(default_factory=Counter[str])

@@ -35,7 +35,6 @@ from fumehood.gateway import (
     reject_every_url,
 )
 from fumehood.gateway_config import (
-    CodeInterpreterSettings,
     ConfigError,
     GatewayConfig,
     StorageLocation,
@@ -59,12 +58,9 @@ from fumehood.protocol.api_keys import ApiKeyLimits
 from fumehood.protocol.file_types import UploadFileTypes
 from fumehood.protocol.openai.response_projection import INCLUDE_CODE_OUTPUTS
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
-from fumehood.sandbox_client import (
-    LocalSandboxProvider,
-    LocalServerSettings,
-    RemoteSandboxProvider,
-    SandboxReadiness,
-)
+from fumehood.protocol.sandbox.sandbox_messages import MemoryTier
+from fumehood.sandbox_client import LocalSandboxProvider, RemoteSandboxProvider, SandboxReadiness
+from fumehood.sandbox_wiring import StartupError, get_memory_tiers, has_local_sandboxes, open_sandboxes
 from fumehood.store import DiskBlobStore, GarbageCollectedBlobs, SqliteStore, StoreOpenError
 from fumehood.store.aes_gcm_sealer import (
     AesGcmSealer,
@@ -93,10 +89,6 @@ _OTLP_ENDPOINT_VARIABLES = (
 )
 
 logger = logging.getLogger(__name__)
-
-
-class StartupError(Exception):
-    """The gateway cannot start on this machine. The message says why and what to do."""
 
 
 class SystemClock:
@@ -178,7 +170,7 @@ async def assemble_gateway(
         health = await stack.enter_async_context(models.open_health())
         telemetry = open_telemetry(config, environ, stats, stack)
         interpreter = config.providers.code_interpreter
-        sandboxes = await _open_sandboxes(interpreter.settings, environ, stack, start=interpreter.enabled)
+        sandboxes = await open_sandboxes(config, environ, stack, await store.get_database_id(), stats.claims)
         metrics = _build_metrics(config, location, stats, sandboxes)
         stack.enter_context(EventLoopLagMonitor(metrics.loop_lag))
         sealer = _build_sealer(config, location, environ)
@@ -188,7 +180,7 @@ async def assemble_gateway(
                 store,
                 blobs,
                 clock,
-                _build_container_settings(config),
+                _build_container_settings(config, get_memory_tiers(sandboxes)),
                 sealer=sealer,
                 uploads=files,
                 stats=stats.containers,
@@ -446,7 +438,10 @@ async def _open_authentication(
     return keys
 
 
-def _build_container_settings(config: GatewayConfig) -> ContainerSettings:
+def _build_container_settings(
+    config: GatewayConfig, memory_tiers: tuple[MemoryTier, ...] | None
+) -> ContainerSettings:
+    """memory_tiers: those that there are pools for; None if one server makes sandboxes of any."""
     settings = config.providers.code_interpreter.settings
     return ContainerSettings(
         isolation=settings.isolation,
@@ -464,7 +459,8 @@ def _build_container_settings(config: GatewayConfig) -> ContainerSettings:
             files=settings.container_files,
         ),
         concurrent_uploads=config.files.concurrent_uploads,
-        sandboxes_survive_restart=settings.sandbox_url is not None,
+        sandboxes_survive_restart=not has_local_sandboxes(config),
+        memory_tiers=memory_tiers,
     )
 
 
@@ -546,55 +542,3 @@ def _list_hosted_types(config: GatewayConfig, tools: Sequence[HostedTool]) -> li
     return sorted(
         kind for tool in tools if runs_shells or not isinstance(tool, ShellTool) for kind in tool.types
     )
-
-
-async def _open_sandboxes(
-    settings: CodeInterpreterSettings, environ: Mapping[str, str], stack: AsyncExitStack, *, start: bool
-) -> RemoteSandboxProvider | LocalSandboxProvider:
-    """Open a remote sandbox server, or start a local one; if that cannot isolate code, raises StartupError."""
-    if settings.sandbox_url is not None:
-        token = resolve_secret(
-            environ, settings.sandbox_token_env, "providers.code_interpreter.settings.sandbox_token_env"
-        )
-        remote = RemoteSandboxProvider(settings.sandbox_url, token=token)
-        stack.push_async_callback(remote.close)
-        return remote
-    local = LocalSandboxProvider(_build_local_settings(settings, environ))
-    stack.push_async_callback(local.close)
-    if start:
-        try:
-            await local.start()
-        except SandboxError as error:
-            raise StartupError(f"{error.message} `fumehood doctor` says what to do.") from error
-    return local
-
-
-def _build_local_settings(
-    settings: CodeInterpreterSettings, environ: Mapping[str, str]
-) -> LocalServerSettings:
-    variables = {name: value for name, value in environ.items() if _is_sandbox_variable(name)}
-    if settings.allowed_domains:
-        variables["FUMEHOOD_SANDBOX_EGRESS"] = "allowlist"
-        if "*" not in settings.allowed_domains:
-            variables["FUMEHOOD_SANDBOX_EGRESS_DOMAINS"] = ",".join(settings.allowed_domains)
-    return LocalServerSettings(
-        mode=settings.sandbox_mode,
-        limits=settings.sandbox_limits,
-        pool=settings.sandbox_pool,
-        capacity=settings.sandbox_capacity,
-        options=()
-        if settings.sandbox_config is None
-        else ("--config", str(Path(settings.sandbox_config).absolute())),
-        environment=variables,
-    )
-
-
-def _is_sandbox_variable(variable: str) -> bool:
-    """Whether the sandbox server gets the variable: its settings, and package indexes, which may contain a password."""
-    if variable.startswith("FUMEHOOD_SANDBOX_"):
-        return variable not in (
-            "FUMEHOOD_SANDBOX_TOKEN",
-            "FUMEHOOD_SANDBOX_METRICS_TOKEN",
-            "FUMEHOOD_SANDBOX_CONFIG",
-        )
-    return variable in ("FUMEHOOD_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")

@@ -28,6 +28,7 @@ from fumehood.testing.conformance_kits.container_service_kit import (
     ContainerSubject,
 )
 from fumehood.testing.conformance_kits.payloads import stream_chunks
+from tests.support.kubernetes.cluster import run_cluster
 from tests.support.sandbox_runs import has_cgroups
 from tests.support.scripted_sandbox_programs import make_scripted_sandboxes
 
@@ -88,6 +89,12 @@ async def open_real_subject(isolation: IsolationScope) -> AsyncGenerator[Contain
         yield make_subject(provider, isolation)
 
 
+@asynccontextmanager
+async def open_pod_subject(isolation: IsolationScope) -> AsyncGenerator[ContainerSubject]:
+    async with run_cluster(replicas=4) as cluster, cluster.make_provider() as provider:
+        yield make_subject(provider, isolation)
+
+
 @pytest.mark.asyncio(loop_scope="class")
 class TestOverFakeSandboxes(ContainerServiceKit):
     open_subject = staticmethod(partial(open_fake_subject, "container"))
@@ -111,3 +118,13 @@ class TestOverSandboxes(ContainerServiceKit):
 @pytest.mark.asyncio(loop_scope="class")
 class TestOverASandboxForEachCall(ContainerServiceKit):
     open_subject = staticmethod(partial(open_real_subject, "execution"))
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestOverPods(ContainerServiceKit):
+    open_subject = staticmethod(partial(open_pod_subject, "container"))
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestOverAPodForEachCall(ContainerServiceKit):
+    open_subject = staticmethod(partial(open_pod_subject, "execution"))

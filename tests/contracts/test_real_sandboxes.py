@@ -39,6 +39,9 @@ class InProcessProvider:
     async def destroy(self, ref: SandboxRef) -> None:
         await self._service.delete(ref.id)
 
+    async def extend_lifetime(self, ref: SandboxRef, until: float) -> None:
+        pass  # its sandboxes have no age
+
 
 @pytest.mark.asyncio(loop_scope="class")
 class TestInProcess(SandboxKit):

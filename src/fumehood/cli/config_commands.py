@@ -141,7 +141,8 @@ def _check_sandbox_config(config: "GatewayConfig") -> list[str]:
     from fumehood.sandbox_server.settings_loader import load_sandbox_config
 
     interpreter = config.providers.code_interpreter
-    if not interpreter.enabled or interpreter.settings.sandbox_url is not None:
+    settings = interpreter.settings
+    if not interpreter.enabled or settings.sandbox_url is not None or settings.claims_pods:
         return []
     named = interpreter.settings.sandbox_config
     try:

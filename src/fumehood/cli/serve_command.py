@@ -135,10 +135,10 @@ def _load_config(
     if not is_on_command_line(context, "limits"):
         return load_gateway_config(file, data, overrides, defaults={SANDBOX_LIMITS: options.limits})
     settings = load_gateway_config(file, data, {**overrides, SANDBOX_LIMITS: options.limits})
-    if settings.providers.code_interpreter.settings.sandbox_url is not None:
-        raise typer.BadParameter(
-            "cannot be combined with sandbox_url: that server decides", param_hint="--limits"
-        )
+    interpreter = settings.providers.code_interpreter.settings
+    if interpreter.sandbox_url is not None or interpreter.claims_pods:
+        where = "sandbox_url: that server" if interpreter.sandbox_url is not None else "pods: their template"
+        raise typer.BadParameter(f"cannot be combined with {where} decides", param_hint="--limits")
     return settings
 
 

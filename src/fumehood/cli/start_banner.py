@@ -72,6 +72,12 @@ def describe_sandboxes(settings: "CodeInterpreterSettings", *, enabled: bool) ->
         return "off (providers.code_interpreter.enabled is false)"
     if settings.sandbox_url is not None:
         return f"from {settings.sandbox_url}"
+    if settings.claims_pods:
+        pools = [
+            settings.sandbox_warm_pool or settings.sandbox_template,
+            *settings.sandbox_warm_pools.values(),
+        ]
+        return f"pods of {', '.join(dict.fromkeys(filter(None, pools)))}, claimed from agent-sandbox"
     limits = _describe_limits(settings.sandbox_limits)
     pool = _describe_pool(settings.sandbox_pool, settings.sandbox_capacity)
     return f"on this host, mode {settings.sandbox_mode}, {limits}, {pool}"

@@ -220,7 +220,7 @@ class ContainerHandle:
         if not await self._state.save(self._context.store):
             await release_sandbox(self._context.provider, ref)
             raise SandboxGone(_CONTAINER_ENDED)
-        if self._state.record.sandbox != ref.id:
+        if (self._state.record.sandbox, self._state.record.address) != (ref.id, ref.address):
             await release_sandbox(self._context.provider, ref)
             return None
         return AcquiredSandbox(

@@ -175,7 +175,9 @@ class ContainerReaper:
     # ---- sweep --------------------------------------------------------------------------------------------
 
     async def sweep(self) -> None:
-        """Expire idle containers, delete tombstones, destroy orphans; save the activity of containers in use."""
+        """Expire idle containers, delete tombstones, destroy orphans; save the activity of containers in use, and
+        extend their sandboxes.
+        """
         store, clock = self._context.store, self._context.clock
         running = await store.find_containers(running=True)
         self._context.stats.live_containers = len(running)
@@ -185,12 +187,25 @@ class ContainerReaper:
                 state.update(last_active_at=clock.now())
                 await state.save(store)
         for record in running:
-            if self.is_expired(record) and not self._is_in_use(record):
+            if not self.is_expired(record) or self._is_in_use(record):
+                await self._extend_sandbox(record)
+            else:
                 await self.expire(record)
         await self._delete_tombstones()
         self._may_have_orphans |= any(record.incarnation for record in running)
         if self._may_have_orphans:
             await self._destroy_orphans({record.sandbox: record for record in running})
+
+    async def _extend_sandbox(self, record: ContainerRecord) -> None:
+        """Let the container's sandbox live as long as the container, if nobody uses it from now on."""
+        if not record.sandbox:
+            return
+        minutes = record.spec.idle_minutes or self._context.settings.idle_minutes
+        until = self.last_active_at(record) + 60 * minutes
+        try:
+            await self._context.provider.extend_lifetime(SandboxRef(record.sandbox, record.address), until)
+        except SandboxError as error:
+            logger.warning("Could not extend the sandbox of %s: %s", record.id, error.message)
 
     async def _delete_tombstones(self) -> None:
         """Delete the records, files and blobs of containers that ended long ago."""
@@ -237,4 +252,5 @@ class ContainerReaper:
             state = self._states.get(container_id)
             # Another gateway may use the same server: a sandbox without a record in our store is not ours.
             if record is not None and record.sandbox != info.id and (state is None or not state.in_use):
+                self._context.stats.orphans += 1
                 await release_sandbox(self._context.provider, SandboxRef(info.id))

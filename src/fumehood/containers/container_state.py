@@ -20,6 +20,7 @@ from fumehood.interfaces import (
     SandboxRef,
 )
 from fumehood.protocol.openai.container_objects import ContainerRecord
+from fumehood.protocol.sandbox.sandbox_messages import MemoryTier
 from fumehood.timed_steps import start_timing
 
 type IsolationScope = Literal["container", "execution"]
@@ -42,6 +43,7 @@ class ContainerSettings:
     concurrent_uploads: uploads into containers of one tenant at the same time; further ones wait.
     sandboxes_survive_restart: whether sandboxes of an earlier process may still run. If not, containers that had one
         expire at startup.
+    memory_tiers: tiers that there are sandboxes of; None for all.
     sweep_interval_seconds: pause between two sweeps for expired containers and orphans.
     orphan_idle_seconds: idle time after which a sandbox without a container is destroyed.
     """
@@ -58,6 +60,7 @@ class ContainerSettings:
     concurrent_uploads: int = 16
     file_limits: ContainerFileLimits = field(default_factory=ContainerFileLimits)
     sandboxes_survive_restart: bool = True
+    memory_tiers: tuple[MemoryTier, ...] | None = None
     sweep_interval_seconds: float = 30.0
     orphan_idle_seconds: float = 300.0
 

@@ -22,6 +22,11 @@ def check_container_spec(spec: ContainerSpec, settings: ContainerSettings) -> Co
         raise _invalid_parameter("name", f"a name has 1 to {_MAX_NAME_LENGTH} printable characters")
     if isinstance(spec.network, NetworkAllowlist):
         _check_network(spec.network, settings)
+    if settings.memory_tiers is not None and spec.memory not in settings.memory_tiers:
+        tiers = " or ".join(settings.memory_tiers)
+        raise _invalid_parameter(
+            "memory_limit", f"this server has containers of {tiers}, not of {spec.memory}"
+        )
     minutes = settings.idle_minutes
     if spec.idle_minutes is not None:
         minutes, maximum = spec.idle_minutes, settings.max_idle_minutes

@@ -181,6 +181,14 @@ class SandboxProvider(Protocol):
         """
         ...
 
+    async def extend_lifetime(self, ref: SandboxRef, until: float) -> None:
+        """Keep a sandbox from ending before a time, where sandboxes end at an age. A missing one is no error.
+
+        ref: from `create`.
+        until: seconds since 1970.
+        """
+        ...
+
     async def list_sandboxes(self) -> list[SandboxInfo]:
         """Return all running sandboxes."""
         ...

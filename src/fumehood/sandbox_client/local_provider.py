@@ -135,6 +135,9 @@ class LocalSandboxProvider:
     async def destroy(self, ref: SandboxRef) -> None:
         await (await self._running_server()).remote.destroy(ref)
 
+    async def extend_lifetime(self, ref: SandboxRef, until: float) -> None:
+        """Do nothing: the server ends sandboxes that are idle, not those of some age."""
+
     async def list_sandboxes(self) -> list[SandboxInfo]:
         return await (await self._running_server()).remote.list_sandboxes()
 

@@ -132,10 +132,16 @@ class RemoteSandboxProvider:
         return SandboxRef(info.id, from_warm_pool=info.warm)
 
     async def attach(self, ref: SandboxRef) -> "RemoteSandbox":
-        if not _is_valid_name(ref.id):
-            raise SandboxNotFound(f"There is no sandbox {ref.id!r}.")
-        info = await self.connection.request_json("GET", _sandbox_path(ref.id), SandboxInfo)
-        return RemoteSandbox(self.connection, info.id)
+        return RemoteSandbox(self.connection, (await self.get_info(ref.id)).id)
+
+    async def get_info(self, name: str) -> SandboxInfo:
+        """Return the state of a running sandbox. Raises SandboxError."""
+        if not _is_valid_name(name):
+            raise SandboxNotFound(f"There is no sandbox {name!r}.")
+        return await self.connection.request_json("GET", _sandbox_path(name), SandboxInfo)
+
+    async def extend_lifetime(self, ref: SandboxRef, until: float) -> None:
+        """Do nothing: the server ends sandboxes that are idle, not those of some age."""
 
     async def destroy(self, ref: SandboxRef) -> None:
         if _is_valid_name(ref.id):

@@ -2,16 +2,29 @@
 
 import asyncio
 import math
+from typing import Protocol
 
 from fumehood.interfaces import Clock
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
-from fumehood.sandbox_client.local_provider import LocalSandboxProvider
-from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
 
 _CACHE_SECONDS = 0.5
 _MIN_CHECK_INTERVAL = 0.1  # even if calls fail all the time
 _HEALTH_TIMEOUT = 1.5
 _NOT_READY = "The sandbox server does not answer, so no code can be run."
+
+
+class HealthCheckedProvider(Protocol):
+    """A provider whose health can be checked.
+
+    failures: count of requests that failed; if it rises, a cached result is not used any more.
+    """
+
+    @property
+    def failures(self) -> int: ...
+
+    async def health(self) -> object:
+        """Raises SandboxError if no code can be run."""
+        ...
 
 
 class SandboxReadiness:
@@ -21,7 +34,7 @@ class SandboxReadiness:
     two seconds.
     """
 
-    def __init__(self, provider: LocalSandboxProvider | RemoteSandboxProvider, clock: Clock) -> None:
+    def __init__(self, provider: HealthCheckedProvider, clock: Clock) -> None:
         self._provider = provider
         self._clock = clock
         self._checked_at = -math.inf

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -223,6 +224,13 @@ class SandboxProviderKit:
                 except _GONE:
                     return
             assert (end.status, end.state_kept) == ("lost", False)
+
+    async def test_a_lifetime_is_extended(self, subject: SandboxSubject) -> None:
+        async with subject.create_sandbox() as sandbox:
+            await subject.provider.extend_lifetime(SandboxRef(sandbox.id), time.time() + 86_400)
+            assert get_end(await subject.run(sandbox, "prints hello")).status == "ok"
+        await subject.provider.extend_lifetime(SandboxRef(sandbox.id), time.time() + 86_400)
+        assert sandbox.id not in [info.id for info in await subject.provider.list_sandboxes()]
 
     async def test_closing(self, subject: SandboxSubject) -> None:
         if subject.make_provider is None:

@@ -117,6 +117,7 @@ class ScriptedSandboxProvider(ScriptedFake[ScriptedExecution]):
         self._live: dict[str, ScriptedSandbox] = {}
         self._ended: dict[str, str] = {}
         self._names = itertools.count(1)
+        self.lifetimes: dict[str, float] = {}
         self._clock = itertools.count(1)
 
     @property
@@ -151,6 +152,11 @@ class ScriptedSandboxProvider(ScriptedFake[ScriptedExecution]):
     async def destroy(self, ref: SandboxRef) -> None:
         self.check_available()
         await self.end_sandbox(ref.id, "it was deleted")
+
+    async def extend_lifetime(self, ref: SandboxRef, until: float) -> None:
+        self.check_available()
+        if ref.id in self._live:
+            self.lifetimes[ref.id] = until
 
     async def list_sandboxes(self) -> list[SandboxInfo]:
         self.check_available()

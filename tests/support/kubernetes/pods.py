@@ -1,0 +1,160 @@
+"""Pods for tests: addresses of their own on 127.x, behind each a real sandbox server."""
+
+import asyncio
+import itertools
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Protocol
+
+from tests.support.relay import Relay
+from tests.support.sandbox_process import LIMITS
+from tests.support.sandbox_runs import build_environment, settings
+from tests.support.sandbox_server import RunningServer, run_server
+
+POD_TOKEN = "a-token-that-all-pods-share"
+_numbers = itertools.count(2)
+
+
+def free_port() -> int:
+    """Return a port that is free on all addresses of the loopback network."""
+    with socket.socket() as probe:
+        probe.bind(("0.0.0.0", 0))
+        return probe.getsockname()[1]
+
+
+def next_address() -> str:
+    """Return an address that no pod of this process has had."""
+    number = next(_numbers)
+    return f"127.{100 + os.getpid() % 100}.{number >> 8 & 255}.{number & 255}"
+
+
+class Pod(Protocol):
+    """One pod. stop: as kubelet does when it is deleted. kill: its processes die, and nobody says so."""
+
+    address: str
+
+    async def stop(self, sandbox: str) -> None: ...
+
+    async def kill(self, sandbox: str) -> None: ...
+
+
+class PodHost(Protocol):
+    """Starts pods. port: on which their sandbox servers listen."""
+
+    port: int
+
+    async def start_pod(self) -> Pod: ...
+
+
+# ---- many pods, one server --------------------------------------------------------------------------------------
+
+
+class RelayedPod:
+    """An address whose connections end at a server that other pods share; sandboxes are separate there."""
+
+    def __init__(self, address: str, relay: Relay, listener: asyncio.Server, server: RunningServer) -> None:
+        self.address = address
+        self._relay = relay
+        self._listener = listener
+        self._server = server
+
+    async def stop(self, sandbox: str) -> None:
+        await self.kill(sandbox)
+
+    async def kill(self, sandbox: str) -> None:
+        self._listener.close()
+        await self._relay.stop()
+        if sandbox:
+            await self._server.service.delete(sandbox)
+
+
+class RelayedPods:
+    """Pods that cost nothing but an address."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self.port = free_port()
+        self._server = server
+        self._target = int(server.where.rpartition(":")[2])
+
+    async def start_pod(self) -> Pod:
+        relay = Relay(self._target, [])
+        address = next_address()
+        listener = await asyncio.start_server(relay.serve, address, self.port)
+        return RelayedPod(address, relay, listener, self._server)
+
+
+@asynccontextmanager
+async def run_relayed_pods() -> AsyncGenerator[RelayedPods]:
+    async with run_server(settings(preload=(), capacity=200), token=POD_TOKEN) as server:
+        yield RelayedPods(server)
+
+
+# ---- a server for each pod ----------------------------------------------------------------------------------------
+
+
+class ProcessPod:
+    """A `fumehood sandbox` of its own."""
+
+    def __init__(self, address: str, process: asyncio.subprocess.Process) -> None:
+        self.address = address
+        self._process = process
+
+    async def stop(self, sandbox: str) -> None:
+        if self._process.returncode is None:
+            self._process.terminate()
+        await self._process.wait()
+
+    async def kill(self, sandbox: str) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+
+class ProcessPods:
+    """Pods with a process each, that hold one sandbox."""
+
+    def __init__(self, token_file: Path) -> None:
+        self.port = free_port()
+        self._token_file = token_file
+
+    async def start_pod(self) -> Pod:
+        address = next_address()
+        options = ["--listen", f"{address}:{self.port}", "--token-file", str(self._token_file)]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *(
+                "-m",
+                "fumehood",
+                "sandbox",
+                "--preload",
+                "",
+                "--limits",
+                LIMITS,
+                "--pool",
+                "0",
+                "--capacity",
+                "1",
+            ),
+            *("--grace", "0", "--exit-with-stdin", *options),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=build_environment(),
+        )
+        assert process.stdout is not None
+        assert await process.stdout.readline(), "the sandbox server of a pod did not start"
+        return ProcessPod(address, process)
+
+
+@asynccontextmanager
+async def run_process_pods() -> AsyncGenerator[ProcessPods]:
+    with tempfile.TemporaryDirectory(prefix="fumehood-pods-") as directory:
+        token_file = Path(directory) / "token"
+        token_file.write_text(POD_TOKEN, encoding="utf-8")
+        token_file.chmod(0o600)
+        yield ProcessPods(token_file)
