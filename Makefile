@@ -41,7 +41,7 @@ endif
 $(STAMP): pyproject.toml uv.lock .python-version src/fumehood/__init__.py $(SETUP)
 	@$(SETUP)
 
-.PHONY: help setup setup-clients demo test test-313 test-busy test-wheel test-openai-floor test-mutations test-slow test-clients test-phoenix check format-check lint types imports fmt bench bench-sandbox bench-warm-start bench-gateway bench-check images lock clean
+.PHONY: help setup setup-clients demo test test-313 test-busy test-wheel test-openai-floor test-mutations test-slow test-clients test-phoenix test-kubernetes check format-check lint types imports fmt bench bench-sandbox bench-warm-start bench-gateway bench-check images lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -107,6 +107,12 @@ $(PHOENIX)/bin/phoenix: | $(STAMP)
 test-phoenix: $(PHOENIX)/bin/phoenix ## Test what arize-phoenix makes of the gateway's spans
 	@$(RUN) python -m pytest -m slow tests/e2e/test_phoenix.py $(ARGS)
 
+# Needs root, Go, containerd and some minutes; outside of continuous integration. The cluster's logs stay in .kubernetes.
+CLUSTER := python -m tools.kubernetes_cluster
+test-kubernetes: $(STAMP) ## Run the tests that need Kubernetes, in a real cluster of one node made for them
+	@$(RUN) sh -c 'trap "$(CLUSTER) down" EXIT; trap exit INT TERM; $(CLUSTER) up && \
+		$(CLUSTER) run python -m pytest -m cluster -n 0 tests/cluster $(ARGS)'
+
 check: format-check lint types imports test ## Format, lint, types, imports, tests: run before every commit
 
 format-check: $(STAMP) ## Check that the code is formatted
@@ -159,5 +165,5 @@ lock: ## Bring uv.lock up to date with pyproject.toml
 	@env -u UV_DEFAULT_INDEX -u UV_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL $(SETUP) uv lock
 
 clean: ## Remove the environment and all caches
-	@rm -rf .venv .venv-3.13 .uv .wheels .clients .images $(PHOENIX) $(CLIENTS)/node_modules .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
+	@rm -rf .venv .venv-3.13 .uv .wheels .clients .images .kubernetes $(PHOENIX) $(CLIENTS)/node_modules .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
 	@find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

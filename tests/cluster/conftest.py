@@ -1,0 +1,27 @@
+"""What tests in a real cluster share. They run in its network: `make test-kubernetes`."""
+
+import uuid
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from tests.support.kubectl import Kubectl, find_cluster
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.cluster)
+
+
+@pytest.fixture(scope="module")
+def kubectl() -> Generator[Kubectl]:
+    """For a namespace of the module's own, which is gone afterwards with everything in it."""
+    cluster = find_cluster()
+    namespace = f"test-{uuid.uuid4().hex[:8]}"
+    cluster.run("create", "namespace", namespace)
+    try:
+        yield cluster.for_namespace(namespace)
+    finally:
+        cluster.delete(f"namespace/{namespace}")

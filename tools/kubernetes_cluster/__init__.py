@@ -1,0 +1,1 @@
+"""A real Kubernetes cluster of one node on this machine, built from source and gone without a trace."""

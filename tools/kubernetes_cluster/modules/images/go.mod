@@ -1,0 +1,3 @@
+module fumehood.dev/tools/images
+
+go 1.26.0
