@@ -195,8 +195,14 @@ def test_the_mode_of_the_server_overrides_the_common_variable(tmp_path: Path) ->
         assert json.loads(running.ask("GET", "/health")[1])["mode"] == "namespaces"
     pod = command("--listen", "127.0.0.1:0", FUMEHOOD_SANDBOX_MODE="pod")
     assert (pod.returncode, "go together" in pod.stderr) == (2, True)
+    token = tmp_path / "token"
+    token.write_text("a-token-of-some-length")
+    token.chmod(0o400)
     pod = command(
-        *("--listen", "127.0.0.1:0"), FUMEHOOD_SANDBOX_MODE="pod", FUMEHOOD_SANDBOX_GUEST_SOCKET="/nowhere"
+        *("--listen", "127.0.0.1:0", "--token-file", token),
+        FUMEHOOD_SANDBOX_MODE="pod",
+        FUMEHOOD_SANDBOX_GUEST_SOCKET="/nowhere",
+        FUMEHOOD_SANDBOX_START_TIMEOUT="0.1",
     )
     assert (pod.returncode, "Start the code container" in pod.stderr) == (125, True)
 
@@ -259,8 +265,8 @@ def test_unix_socket(tmp_path: Path) -> None:
         (["--listen", "127.0.0.1:0", "--socket", "/tmp/x"], 2, "exclude each other"),
         (["--listen", "127.0.0.1:0", "--grace", "-1"], 2, "number of seconds"),
         (["--listen", "127.0.0.1:0", "--guest-socket", "/tmp/x"], 2, "go together"),
-        (["--mode", "pod", "--guest-socket", "/nowhere"], 2, f"set {TOKEN_VARIABLE}"),
-        (["--mode", "pod", "--guest-socket", "/nowhere", "--listen", "127.0.0.1:0"], 125, "Start the code container"),
+        (["--mode", "pod", "--guest-socket", "/nowhere"], 2, "mode pod requires a token"),
+        (["--mode", "pod", "--guest-socket", "/nowhere", "--listen", "127.0.0.1:0"], 2, "mode pod requires a token"),
         (["--token-file", "/nonexistent"], 2, "No such file"),
         (["--config", "/nonexistent"], 2, "/nonexistent: No such file"),
         (["--socket", "/nonexistent/x"], 125, "Cannot create a socket in"),

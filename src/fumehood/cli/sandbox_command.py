@@ -140,6 +140,8 @@ def sandbox(
     }
     settings = load_sandbox_settings(context, config, options)
     address = _parse_address(listen, socket, settings.mode)
+    if settings.mode == "pod":
+        _require_token_file(token_file)
     token = _load_token(token_file, "--token-file", TOKEN_VARIABLE)
     metrics_token = _load_token(metrics_token_file, "--metrics-token-file", METRICS_TOKEN_VARIABLE)
     _check_metrics_token(token, metrics_token)
@@ -170,6 +172,20 @@ def _parse_address(listen: str | None, socket: Path | None, mode: str) -> "Liste
         return ListenAddress.parse(listen or ("0.0.0.0:8080" if mode == "pod" else "127.0.0.1:8090"))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--listen") from error
+
+
+def _require_token_file(token_file: Path | None) -> None:
+    """Pods share a cluster's network, and the environment of a container shows up in too many places."""
+    if os.environ.get(TOKEN_VARIABLE) is not None:
+        raise typer.BadParameter(
+            "mode pod takes no token from the environment: mount the Secret as a file and pass --token-file",
+            param_hint=TOKEN_VARIABLE,
+        )
+    if token_file is None:
+        raise typer.BadParameter(
+            "mode pod requires a token: mount a Secret as a file (defaultMode 0400 or, with fsGroup, 0440) and name it",
+            param_hint="--token-file",
+        )
 
 
 class _Tokens(NamedTuple):

@@ -16,7 +16,7 @@ from fumehood.configuration import (
     Positive,
     PositiveNumber,
 )
-from fumehood.protocol.sandbox.sandbox_messages import IsolationMode, LimitEnforcement
+from fumehood.protocol.sandbox.sandbox_messages import IsolationMode, LimitEnforcement, MemoryTier
 
 type DiskMode = Literal["auto", "required", "off"]
 type TcpPort = Annotated[int, Meta(ge=1, le=65_535)]
@@ -48,6 +48,13 @@ class SandboxServerSettings:
     uid_base: as root, the first uid of sandboxes.
     preload: packages that zygotes import, where they are installed.
     guest_socket: mode `pod`: the socket of the container that runs the code.
+    egress_socket: mode `pod`: the socket of the container that installs packages and runs the egress proxy; None means
+        that there is none, and packages and allow-lists are refused.
+    state_dir: mode `pod`: a directory that lasts as long as the pod and that only this server has; a mark in it keeps a
+        restarted server from serving a second sandbox in the same pod.
+    pod_memory: mode `pod`: the memory tier that the pod was made for; None means the largest one within the limit of
+        the code's container.
+    pod_linger_seconds: mode `pod`: how long the server answers after its sandbox has ended, before it exits.
     packages: whether callers and code may install packages.
     index_url: the package index; None means FUMEHOOD_INDEX_URL, UV_DEFAULT_INDEX, UV_INDEX_URL or PIP_INDEX_URL of
         the environment, otherwise PyPI. Credentials in it are never shown.
@@ -109,6 +116,10 @@ class SandboxServerSettings:
     uid_base: UidBase = 2_000_000_000
     preload: tuple[str, ...] = ("numpy", "pandas", "pyarrow", "matplotlib")
     guest_socket: Path | None = None
+    egress_socket: Path | None = None
+    state_dir: Path | None = None
+    pod_memory: MemoryTier | None = None
+    pod_linger_seconds: NonNegativeNumber = 30.0
     packages: bool = True
     index_url: str | None = None
     find_links: Path | None = None

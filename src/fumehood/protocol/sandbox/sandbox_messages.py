@@ -315,10 +315,10 @@ class OneShotResponse(msgspec.Struct, frozen=True, kw_only=True):
 class ServerHealth(msgspec.Struct, frozen=True, kw_only=True):
     """The health of a sandbox server.
 
-    status: `ok`; otherwise no sandbox can be made, and the HTTP status is 503.
+    status: `ok`; otherwise no sandbox can be made, and the HTTP status is 503. `ended`: a pod that has had its sandbox.
     """
 
-    status: Literal["ok", "starting", "stopping"]
+    status: Literal["ok", "starting", "stopping", "ended"]
     mode: IsolationMode
     protocol: int
     version: str

@@ -221,9 +221,13 @@ class SandboxService:
             raise SandboxServerUnreachable("The sandbox server is stopping and accepts no new work.")
 
     def health(self) -> ServerHealth:
-        is_recovering = self.state == "ok" and not self.supervisor.can_create
+        status: Literal["starting", "ok", "stopping", "ended"] = self.state
+        if self.state == "ok" and self.supervisor.has_ended:
+            status = "ended"
+        elif self.state == "ok" and not self.supervisor.can_create:
+            status = "starting"
         return ServerHealth(
-            status="starting" if is_recovering else self.state,
+            status=status,
             mode=self.settings.mode,
             protocol=PROTOCOL_VERSION,
             version=_VERSION,

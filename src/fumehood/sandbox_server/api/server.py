@@ -1,5 +1,6 @@
 """The sandbox server process: starts the service, serves HTTP, drains and stops."""
 
+import asyncio
 import gc
 import socket
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from fumehood.sandbox_server import structured_logging
 from fumehood.sandbox_server.api.app import KEEPALIVE_SECONDS, SandboxServerApp
 from fumehood.sandbox_server.api.sandbox_exchange import PROTOCOL_VERSION_HEADER, encode_json
 from fumehood.sandbox_server.api.sandbox_service import SandboxService
+from fumehood.sandbox_server.pod.container_sockets import wait_for_sockets
 from fumehood.sandbox_server.settings import SandboxServerSettings
 
 
@@ -37,6 +39,7 @@ class SandboxServer(WebServer):
         self.service = SandboxService(settings)
         self._listener = listener
         self._grace_seconds = grace_seconds
+        self._exit_timer: asyncio.TimerHandle | None = None  # mode `pod`
         app = SandboxServerApp(
             self.service,
             token=token,
@@ -48,10 +51,22 @@ class SandboxServer(WebServer):
 
     @override
     async def start(self) -> None:
+        settings = self.service.settings
+        if settings.mode == "pod":
+            self.service.supervisor.on_pod_end = self._on_pod_end
+            sockets = [path for path in (settings.guest_socket, settings.egress_socket) if path is not None]
+            await wait_for_sockets(sockets, settings.start_timeout)
         await self.service.start()
         gc.collect()
         gc.freeze()  # objects that exist now stay: spare the collector from scanning them
         structured_logging.log_event("started", where=self._listener.url, mode=self.service.settings.mode)
+
+    def _on_pod_end(self) -> None:
+        """Exit after a while: a pod is used once, and callers may still read how the last execution ended."""
+        if self._exit_timer is None:
+            seconds = self.service.settings.pod_linger_seconds
+            structured_logging.log_event("pod_ended", exits_in_seconds=seconds)
+            self._exit_timer = asyncio.get_running_loop().call_later(seconds, self.stop)
 
     @override
     async def drain(self) -> None:
@@ -62,6 +77,8 @@ class SandboxServer(WebServer):
 
     @override
     async def close(self) -> None:
+        if self._exit_timer is not None:
+            self._exit_timer.cancel()
         await self.service.close()
 
     @override

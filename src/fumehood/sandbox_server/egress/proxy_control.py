@@ -433,19 +433,19 @@ class SandboxNetworkAccess:
 
 
 def open_access(
-    access: SandboxNetworkAccess | None, listeners: list[int], sandbox_id: str
+    access: SandboxNetworkAccess | None, listener: int | None, sandbox_id: str
 ) -> SandboxNetworkAccess | None:
-    """Open the access on a sandbox's first listener; without an access, close that listener.
+    """Open the access on a sandbox's listener; without an access, close the listener.
 
     Raises SandboxStartFailed if there is no listener.
     """
-    if not listeners:
+    if listener is None:
         if access is not None:
             raise SandboxStartFailed("The sandbox has no listener for the egress proxy.")
     elif access is None:
-        os.close(listeners.pop(0))
+        os.close(listener)
     else:
-        access.open(listeners.pop(0), sandbox_id)
+        access.open(listener, sandbox_id)
     return access
 
 

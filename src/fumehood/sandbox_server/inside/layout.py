@@ -30,6 +30,7 @@ SYSTEM_CA_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
 USER_ID = 1000  # as the code sees itself
 HOSTNAME = "sandbox"
 PIP_PORT = 3129  # on loopback; `pip` in the sandbox sends its requests there
+PIP_SOCKET = "/home/user/.fumehood/pip.sock"  # instead, in a pod
 
 ENVIRON = {
     "HOME": HOME,

@@ -6,7 +6,9 @@ OSError that names the call and its subject.
 
 import contextlib
 import ctypes
+import errno
 import os
+import stat
 import struct
 import sys
 from collections.abc import Generator
@@ -38,6 +40,7 @@ PR_CAP_AMBIENT_CLEAR_ALL = 4
 RESOLVE_NO_XDEV = 0x01
 RESOLVE_NO_SYMLINKS = 0x04
 RESOLVE_BENEATH = 0x08
+RESOLVE_STRICTLY = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_XDEV
 
 # These numbers are the same on every 64-bit architecture.
 _SYS_OPEN_TREE = 428
@@ -193,9 +196,50 @@ def seccomp(operation: int, flags: int, argument: int) -> int:
 
 
 def openat2(directory: int, path: bytes, flags: int, mode: int = 0, resolve: int = 0) -> int:
-    """Open `path` relative to `directory`, close-on-exec; the kernel enforces the flags `resolve`."""
+    """Open `path` relative to `directory`, close-on-exec; the kernel enforces the flags `resolve`.
+
+    gVisor has no such call: there, with all of RESOLVE_STRICTLY, the path is opened name by name.
+    """
     how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, resolve)
-    return _call("openat2", _SYS_OPENAT2, directory, path, how, len(how))
+    try:
+        return _call("openat2", _SYS_OPENAT2, directory, path, how, len(how))
+    except OSError as error:
+        if error.errno != errno.ENOSYS or resolve != RESOLVE_STRICTLY:
+            raise
+    return open_name_by_name(directory, path, flags, mode)
+
+
+def open_name_by_name(directory: int, path: bytes, flags: int, mode: int = 0) -> int:
+    """Open a path as `openat2` does with RESOLVE_STRICTLY: no link, no `..`, no other file system."""
+    *parents, name = [part for part in path.split(b"/") if part != b"."] or [b"."]
+    if path.startswith(b"/") or b".." in (*parents, name):
+        raise OSError(errno.EXDEV, "the path leads out of its directory")
+    device = os.fstat(directory).st_dev
+    here = os.dup(directory)
+    try:
+        for parent in parents:
+            below = _open_below(here, parent, os.O_PATH | os.O_DIRECTORY, 0, device)
+            os.close(here)
+            here = below
+        return _open_below(here, name, flags, mode, device)
+    finally:
+        os.close(here)
+
+
+def _open_below(directory: int, name: bytes, flags: int, mode: int, device: int) -> int:
+    if not name:
+        raise OSError(errno.ENOENT, "an empty name")
+    try:
+        found = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=directory)
+    except NotADirectoryError:
+        if stat.S_ISLNK(os.lstat(name, dir_fd=directory).st_mode):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
+        raise
+    status = os.fstat(found)  # of a link itself, if it was opened as a path
+    if stat.S_ISLNK(status.st_mode) or status.st_dev != device:
+        os.close(found)
+        raise OSError(errno.ELOOP if stat.S_ISLNK(status.st_mode) else errno.EXDEV, "a link or a mount")
+    return found
 
 
 def resize_tmpfs(mount_root: int, *, size: int, inodes: int) -> None:

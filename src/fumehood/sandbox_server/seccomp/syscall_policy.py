@@ -367,6 +367,7 @@ LIMITS = [resource for resource in range(16) if resource != RLIMIT_CORE]
 
 AF_UNIX, AF_INET, AF_INET6, AF_COUNT = 1, 2, 10, 47
 SOCK_STREAM, SOCK_DGRAM, SOCK_RAW, SOCK_SEQPACKET = 1, 2, 3, 5
+UNIX_KINDS = SOCK_STREAM, SOCK_DGRAM, SOCK_SEQPACKET
 SOCK_TYPE = 0xF  # the rest of the word is SOCK_CLOEXEC and SOCK_NONBLOCK
 TCP, UDP, ICMP, ICMP6 = 6, 17, 1, 58
 # STREAM or DGRAM protocols of their own that the kernel would load a module for: DCCP, SCTP, UDP-Lite, MPTCP.
@@ -440,10 +441,7 @@ def _socket() -> tuple[SyscallRule, ...]:
             for f in families
         ]
 
-    rules = [
-        SyscallRule((ArgumentTest(0, AF_UNIX), ArgumentTest(1, kind, SOCK_TYPE)), ALLOW)
-        for kind in (SOCK_STREAM, SOCK_DGRAM, SOCK_SEQPACKET)
-    ]
+    rules = [*_unix_sockets(*UNIX_KINDS)]
     rules += inet(SOCK_STREAM, 0, ALLOW) + inet(SOCK_STREAM, TCP, ALLOW)
     for protocol in EXOTIC_PROTOCOLS:
         rules += inet(SOCK_STREAM, protocol, errno_action(errno.EPROTONOSUPPORT))
@@ -460,7 +458,13 @@ def _socket() -> tuple[SyscallRule, ...]:
     return (*rules, *_allow_values(0, others, errno_action(errno.EAFNOSUPPORT)))
 
 
-def _socketpair(kinds: Iterable[int]) -> tuple[SyscallRule, ...]:
+def _unix_sockets_only() -> tuple[SyscallRule, ...]:
+    others = sorted(set(range(AF_COUNT)) - {AF_UNIX, AF_INET, AF_INET6})
+    inet = _allow_values(0, (AF_INET, AF_INET6), errno_action(errno.EACCES))
+    return (*_unix_sockets(*UNIX_KINDS), *inet, *_allow_values(0, others, errno_action(errno.EAFNOSUPPORT)))
+
+
+def _unix_sockets(*kinds: int) -> tuple[SyscallRule, ...]:
     return tuple(
         SyscallRule((ArgumentTest(0, AF_UNIX), ArgumentTest(1, kind, SOCK_TYPE)), ALLOW) for kind in kinds
     )
@@ -507,7 +511,7 @@ _BY_ARGUMENT: Mapping[str, tuple[SyscallRule, ...]] = {
     "setrlimit": (*_allow_values(0, LIMITS), *_allow_values(0, [RLIMIT_CORE], errno_action(errno.EPERM))),
     "prlimit64": (*_allow_values(1, LIMITS), *_allow_values(1, [RLIMIT_CORE], errno_action(errno.EPERM))),
     "socket": _socket(),
-    "socketpair": _socketpair((SOCK_STREAM, SOCK_DGRAM, SOCK_SEQPACKET)),
+    "socketpair": _unix_sockets(*UNIX_KINDS),
     "setsockopt": _setsockopt(),
 }
 
@@ -551,14 +555,17 @@ _OWN_PROCESS_ONLY: Mapping[str, tuple[SyscallRule, ...]] = {
     ),
 }
 
-# A pod's code sits in the pod's own network, ipc and pid namespaces; what the pod's network reaches is for the
-# cluster's network policy to say.
+# A pod's code shares the network namespace of the pod, and not every cluster enforces network policies: no sockets but
+# unix ones. EACCES reads as "not permitted"; EAFNOSUPPORT would read as "no IPv6 here".
 POD = SeccompPolicy(
     name="pod",
     allowed=_COMMON | _parse_names(ADDRESSES, SYSV_IPC),
     refused=_REFUSED,
-    by_argument={**_BY_ARGUMENT, **_OWN_PROCESS_ONLY},
+    by_argument={**_BY_ARGUMENT, **_OWN_PROCESS_ONLY, "socket": _unix_sockets_only()},
 )
+
+# Where the pod lets the code have a network namespace of its own, as in gVisor: nothing but its own lo is in reach.
+POD_NETWORK = SeccompPolicy("pod-network", POD.allowed, _REFUSED, {**_BY_ARGUMENT, **_OWN_PROCESS_ONLY})
 
 # For `unsafe-degraded`: no namespaces, so the host's network, abstract sockets, SysV segments and processes
 # of the same uid are in reach, and the filter is all there is.
@@ -574,7 +581,7 @@ DEGRADED = SeccompPolicy(
     refused={**_REFUSED, **dict.fromkeys(["socket", *ADDRESSES.split()], errno_action(errno.EACCES))},
     by_argument={
         **{name: rules for name, rules in _BY_ARGUMENT.items() if name not in ("socket", "shmget")},
-        "socketpair": _socketpair((SOCK_STREAM, SOCK_SEQPACKET)),
+        "socketpair": _unix_sockets(SOCK_STREAM, SOCK_SEQPACKET),
         **_OWN_PROCESS_ONLY,
     },
 )
@@ -587,5 +594,5 @@ HELPER = SeccompPolicy(
     by_argument=DEGRADED.by_argument,
 )
 
-POLICIES = {policy.name: policy for policy in (NAMESPACES, POD, DEGRADED, HELPER)}
+POLICIES = {policy.name: policy for policy in (NAMESPACES, POD, POD_NETWORK, DEGRADED, HELPER)}
 POLICY_OF_MODE = {"namespaces": "namespaces", "pod": "pod", "unsafe-degraded": "degraded"}

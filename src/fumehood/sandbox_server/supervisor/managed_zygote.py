@@ -17,9 +17,9 @@ from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.packages import bytecode_cache
 from fumehood.sandbox_server.packages.installer_factory import packages_directory
 from fumehood.sandbox_server.restart_backoff import RestartBackoff
-from fumehood.sandbox_server.seccomp.syscall_policy import HELPER, POLICY_OF_MODE
+from fumehood.sandbox_server.seccomp.syscall_policy import HELPER, POD_NETWORK, POLICY_OF_MODE
 from fumehood.sandbox_server.settings import SandboxServerSettings
-from fumehood.sandbox_server.supervisor.zygote_connection import ZygoteConnection
+from fumehood.sandbox_server.supervisor.zygote_connection import SeccompPrograms, ZygoteConnection
 
 logger = logging.getLogger(__name__)
 
@@ -191,9 +191,10 @@ class ZygoteStarter:
             )
         return await ZygoteConnection.connect(
             self._settings.guest_socket,
-            (
+            SeccompPrograms(
                 self._load_seccomp_program(POLICY_OF_MODE[self._settings.mode]),
                 self._load_seccomp_program(HELPER.name),
+                self._load_seccomp_program(POD_NETWORK.name),
             ),
             self._settings.preload,
             self._settings.start_timeout,

@@ -37,9 +37,6 @@ _CHANNEL_CLOSED_WAIT = 0.3  # the zygote usually reports the exit a moment after
 _CLAIM_TIMEOUT = 10
 _MEMORY_HEADROOM = 16 << 20
 _LARGE_OUTPUT_BYTES = 1 << 20  # of one execution; below this the total is not checked
-# Descriptors that come with JAILED: data directory and namespace, then the listeners for egress and pip.
-_DESCRIPTORS = 2
-_DESCRIPTORS_AND_LISTENERS = 4
 _NO_DESCRIPTORS = "the supervisor has too few descriptors (Too many open files)"
 _MESSAGE_LIMIT = output_limits.MAX_DISPLAY_BYTES * 3 // 2
 
@@ -152,7 +149,8 @@ class SandboxInstance:
         ):  # it died in the pool; the zygote's report is under way
             self.kill("it ended while it waited")
             raise SandboxStartFailed("The sandbox ended while it waited.")
-        self._network_access = open_access(access, self._listener_fds, self.id)
+        egress_listener = self._take_egress_listener()
+        self._network_access = open_access(access, egress_listener, self.id)
         try:
             async with asyncio.timeout(_CLAIM_TIMEOUT):
                 if spec.memory != self.memory:
@@ -176,6 +174,10 @@ class SandboxInstance:
         self.packages.tenant = spec.tenant
         self.created_at = time.time()
         self.touch()
+
+    def _take_egress_listener(self) -> int | None:
+        has_one = self._settings.mode == "namespaces" or self.zygote.info.has_network
+        return self._listener_fds.pop(0) if has_one and self._listener_fds else None
 
     async def _resize(self, memory: MemoryTier) -> str | None:
         """Change the memory tier; returns an error message if the file quota could not be set."""
@@ -279,7 +281,7 @@ class SandboxInstance:
             case "spawned":
                 if fds:
                     self._pidfd = fds.pop()
-                else:  # the kernel dropped it
+                elif event.get("has_pidfd", True):  # the kernel dropped it
                     self.kill(_NO_DESCRIPTORS)
                 if self.end_reason is not None:
                     self._kill_processes()
@@ -296,6 +298,8 @@ class SandboxInstance:
                 self._interpreter_exit_code = event["code"]
                 self.kill(self.end_reason or self._describe_exit(event["code"]))
             case "exited":
+                if self._settings.mode == "pod":
+                    self._final_oom_kills = event["oom_kills"]
                 self.handle_exit(
                     event["code"] if self._interpreter_exit_code is None else self._interpreter_exit_code
                 )
@@ -314,6 +318,8 @@ class SandboxInstance:
 
     def _describe_exit(self, code: int) -> str:
         if code == -1:
+            if self._settings.mode == "pod":
+                return "the container of the code ended: it was stopped, or ran out of memory"
             return "its zygote ended"
         if self.count_oom_kills() > self.executions.seen_oom_kills:
             return f"it ran out of memory ({self.memory})"
@@ -352,10 +358,13 @@ class SandboxInstance:
 
     def _handle_start_message(self, message: framing.ChannelMessage, fds: list[int]) -> None:
         """Handle a message that the sandbox sends before its first execution."""
-        expected = _DESCRIPTORS_AND_LISTENERS if self._settings.mode == "namespaces" else _DESCRIPTORS
+        expected = self._count_expected_descriptors()
         match message.kind:
             case MessageKind.JAILED if self._data_fd < 0 and len(fds) == expected:
-                self._data_fd, self._namespace_fd, *self._listener_fds = fds
+                self._data_fd = fds.pop(0)
+                if self._settings.mode == "namespaces":
+                    self._namespace_fd = fds.pop(0)
+                self._listener_fds = [*fds]
                 fds.clear()
                 self._channel.accept_fds = False  # from here on untrusted code may hold the other end
             case MessageKind.JAILED if self._data_fd < 0 and len(fds) < expected:
@@ -367,6 +376,16 @@ class SandboxInstance:
                 self._configured.set_result(None)
             case unexpected:
                 raise ProtocolViolation(f"an unsolicited {unexpected.name} message")
+
+    def _count_expected_descriptors(self) -> int:
+        """Descriptors that come with JAILED: data directory, namespace, then the listeners for egress and pip."""
+        match self._settings.mode:
+            case "namespaces":
+                return 4
+            case "pod":
+                return 3 if self.zygote.info.has_network else 2
+            case "unsafe-degraded":
+                return 1
 
     def _on_channel_closed(self) -> None:
         """Usually the process has ended, and the zygote reports how a moment later."""

@@ -37,6 +37,7 @@ from fumehood.sandbox_server.packages.installer import (
 )
 from fumehood.sandbox_server.packages.installer_factory import open_installer, open_store
 from fumehood.sandbox_server.packages.sandbox_package_manager import NO_INSTALL_JAIL, NO_INSTALLER
+from fumehood.sandbox_server.pod.pod_use import PodUse
 from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.managed_zygote import ManagedZygote, ZygoteStarter
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
@@ -90,8 +91,9 @@ class Supervisor:
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
-        self._pod_used = False
+        self.pod = PodUse(settings) if settings.mode == "pod" else None
         self.on_sandbox_exit: Callable[[SandboxInstance], None] | None = None
+        self.on_pod_end: Callable[[], None] | None = None  # may be called more than once
         self.egress = EgressController(settings)
 
     # ---- start and end ----------------------------------------------------------------------------------------
@@ -120,6 +122,8 @@ class Supervisor:
                 "Mode unsafe-degraded: no namespaces. All sandboxes share one kernel user on the host; only Landlock "
                 "and the seccomp filter isolate the code."
             )
+        if self.pod is not None:
+            self.pod.open()
         await asyncio.to_thread(orphan_cleanup.remove_orphans, self._settings)
         self._resource_allocator.open()
         self.egress.start(
@@ -135,6 +139,8 @@ class Supervisor:
         if mode == "namespaces":
             self._bare_zygote = self._new_zygote_manager(starter.start_bare)
         await asyncio.gather(*(shard.get_or_start() for shard in self._shards))
+        if self.pod is not None:
+            self.pod.choose_memory(self.zygote.info.memory_limit)
         self._refill()
         if mode != "pod":
             self._run_in_background(resource_watchdog.watch_kernel_objects(self.claimed_sandboxes))
@@ -227,6 +233,8 @@ class Supervisor:
             sandbox.handle_exit(-1)
         if self._settings.mode != "pod":
             self._run_in_background(self._restart_zygote(managed_zygote))
+        elif self.on_pod_end is not None:
+            self.on_pod_end()
 
     async def _restart_zygote(self, managed_zygote: ManagedZygote) -> None:
         """Restart without waiting for a request: a load balancer sends none until /health is ok again."""
@@ -252,6 +260,14 @@ class Supervisor:
     def can_create(self) -> bool:
         """Whether a zygote is alive to fork a sandbox from."""
         return any(shard.zygote is not None and shard.zygote.is_alive for shard in self._shards)
+
+    @property
+    def has_ended(self) -> bool:
+        """Mode `pod`: whether its sandbox has ended, or the container of the code before it was used."""
+        if self.pod is None or not self._shards:
+            return False
+        is_over = self.pod.is_used and not self._live and not self._starting
+        return is_over or (self._shards[0].zygote is not None and not self._shards[0].zygote.is_alive)
 
     @property
     def zygote_restarts(self) -> int:
@@ -298,6 +314,8 @@ class Supervisor:
             self.pending_creations -= 1
 
     async def _create(self, spec: SandboxSpec, on_progress: ProgressCallback) -> SandboxInstance:
+        if self.pod is not None:
+            self.pod.check_memory(spec.memory)
         grant = await self.egress.grant(spec.network)
         provision = await self._install_requirements(spec, on_progress)
         try:
@@ -386,12 +404,8 @@ class Supervisor:
         return sandbox
 
     def _reserve_capacity(self) -> None:
-        if self._settings.mode == "pod":
-            if self._pod_used:
-                raise SandboxServerAtCapacity(
-                    "A pod runs one sandbox, once; start another pod for the next one."
-                )
-            self._pod_used = True
+        if self.pod is not None:
+            self.pod.reserve()
             return
         capacity = self._settings.capacity
         if len(self._live) + self._starting < capacity:
@@ -533,6 +547,8 @@ class Supervisor:
         sandbox.close_connections()
         if self.on_sandbox_exit is not None:
             self.on_sandbox_exit(sandbox)
+        if self.pod is not None and self.on_pod_end is not None:
+            self.on_pod_end()
         self._run_in_background(self._resource_allocator.release(sandbox.resources), even_when_closing=True)
 
     def _enforce_output_limit(self) -> None:

@@ -30,6 +30,25 @@ class ZygoteInfo:
     problems: dict[str, str]
     threads: int
     landlock: int
+    has_network: bool = False  # mode `pod`: sandboxes get a network namespace of their own
+    memory_limit: int | None = None  # mode `pod`: of the container, if it is known
+
+
+@dataclass(frozen=True, slots=True)
+class SeccompPrograms:
+    """The programs for code, for helpers, and for code in a network namespace of its own in a pod."""
+
+    code: bytes
+    helpers: bytes
+    own_network: bytes = b""
+
+    def to_message(self) -> dict[str, str]:
+        programs = {
+            "program": self.code,
+            "helper_program": self.helpers,
+            "network_program": self.own_network,
+        }
+        return {name: base64.b64encode(program).decode() for name, program in programs.items()}
 
 
 class ZygoteConnection:
@@ -71,7 +90,7 @@ class ZygoteConnection:
             raise IsolationUnavailable(f"The jail could not be made: {reason}.", _ADVICE) from error
         zygote = cls(sock, process)
         options = {"optimize_forks": launch.optimizes_forks}
-        programs = (launch.seccomp_program, launch.helper_seccomp_program)
+        programs = SeccompPrograms(launch.seccomp_program, launch.helper_seccomp_program)
         await zygote._initialize(programs, launch.preload, launch.timeout, options)
         if zygote.info.threads != 1:
             # A fork copies one thread only: locks held by others would stay locked in every sandbox.
@@ -84,7 +103,7 @@ class ZygoteConnection:
 
     @classmethod
     async def connect(
-        cls, path: Path, programs: tuple[bytes, bytes], preload: tuple[str, ...], timeout: float
+        cls, path: Path, programs: SeccompPrograms, preload: tuple[str, ...], timeout: float
     ) -> Self:
         """Mode `pod`: connect to the zygote in the neighbouring container; raises IsolationUnavailable."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -94,18 +113,16 @@ class ZygoteConnection:
             sock.close()
             raise IsolationUnavailable(
                 f"Nothing listens for code on {path}: {error.strerror}.",
-                "Start the code container first: `python -m fumehood.sandbox_server.inside.pod_entrypoint PATH`.",
+                "Start the code container: `python -m fumehood.sandbox_server.inside.pod_entrypoint PATH`.",
             ) from error
         zygote = cls(sock, None)
         await zygote._initialize(programs, preload, timeout, {"single_use": True})
         return zygote
 
     async def _initialize(
-        self, programs: tuple[bytes, bytes], preload: tuple[str, ...], timeout: float, options: dict[str, Any]
+        self, programs: SeccompPrograms, preload: tuple[str, ...], timeout: float, options: dict[str, Any]
     ) -> None:
-        """`programs`: the seccomp programs of the code and of helpers."""
-        code, helpers = (base64.b64encode(program).decode() for program in programs)
-        self.send_request({"program": code, "helper_program": helpers, "preload": list(preload), **options})
+        self.send_request({**programs.to_message(), "preload": list(preload), **options})
         try:
             await asyncio.wait_for(asyncio.shield(self._ready), timeout)
         except (TimeoutError, EOFError) as error:

@@ -19,7 +19,7 @@ MAX_NAME_BYTES = 4 << 20  # all paths of a listing together
 # Prefix of a helper's staging names at the top of the data directory.
 RESERVED_PREFIX = ".fumehood-"
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK
-RESOLVE_BENEATH = syscalls.RESOLVE_BENEATH | syscalls.RESOLVE_NO_SYMLINKS | syscalls.RESOLVE_NO_XDEV
+RESOLVE_BENEATH = syscalls.RESOLVE_STRICTLY
 _MAX_BUSY_RETRIES = 5
 
 

@@ -5,6 +5,7 @@ last; then a nested user namespace in which the mounts are locked; then capabili
 filter last.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -165,6 +166,17 @@ def listen_on_loopback(port: int) -> int:
     """Return a listening socket on the sandbox's loopback; the supervisor decides who accepts."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
         listener.bind(("127.0.0.1", port))
+        listener.listen(_BACKLOG)
+        return listener.detach()
+
+
+def listen_on_path(path: str) -> int:
+    """Return a listening unix socket: where code shares its network with others, loopback is not its own."""
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # left by an earlier run in this container
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
+        listener.bind(path)
         listener.listen(_BACKLOG)
         return listener.detach()
 

@@ -5,13 +5,14 @@ Children are known by the supervisor's numbers only: whatever is in this process
 
 import abc
 import contextlib
+import errno
 import json
 import os
 import selectors
 import signal
 import socket
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 _MAX_REQUEST = 256 * 1024
 _MAX_FDS = 16
@@ -19,13 +20,24 @@ _MAX_FDS = 16
 type RequestHandler = Callable[[dict[str, Any], list[int]], None]
 
 
+class ForkedChild(NamedTuple):
+    """is_child: this process is the child. pidfd: of the child, or -1. alive_fd: in the child, see `fork_child`."""
+
+    is_child: bool
+    pidfd: int
+    alive_fd: int
+
+
 class ForkServer(abc.ABC):
     """A process that forks on request; it exits when the supervisor closes `control`."""
 
     def __init__(self, control: socket.socket) -> None:
         self.control = control
-        self._children: dict[int, tuple[int, int]] = {}  # number -> pid, pidfd
+        self._children: dict[
+            int, tuple[int, int]
+        ] = {}  # number -> pid, descriptor that is readable at its end
         self._selector = selectors.DefaultSelector()
+        self.has_pidfds = _has_pidfds()
 
     def add_source(self, source: socket.socket, handler: RequestHandler) -> None:
         """Call `handler` for each request that arrives on `source`."""
@@ -51,6 +63,27 @@ class ForkServer(abc.ABC):
     def send_event(self, event: dict[str, Any], fds: list[int] | None = None) -> None:
         send_message(self.control, event, fds)
 
+    def fork_child(self, number: int, fds: list[int]) -> ForkedChild:
+        """Fork, and watch the child, which holds only these descriptors. Raises OSError.
+
+        Without pidfds, which gVisor does not have, the child also holds the end of a pipe that nobody else has.
+        """
+        ended, alive = (-1, -1) if self.has_pidfds else os.pipe2(os.O_CLOEXEC)
+        try:
+            pid = os.fork()
+        except OSError:
+            for fd in {ended, alive} - {-1}:
+                os.close(fd)
+            raise
+        if pid == 0:
+            close_other_fds(fds if alive < 0 else [*fds, alive])
+            return ForkedChild(True, -1, alive)
+        if alive >= 0:
+            os.close(alive)
+            self.watch_pidfd(number, pid, ended)
+            return ForkedChild(False, -1, -1)
+        return ForkedChild(False, self.watch_child(number, pid), -1)
+
     def watch_child(self, number: int, pid: int) -> int:
         """Watch a child; returns its pidfd, which this object owns."""
         pidfd = os.pidfd_open(pid)
@@ -63,8 +96,12 @@ class ForkServer(abc.ABC):
 
     def send_signal(self, number: int, which: int) -> None:
         if number in self._children:
+            pid, pidfd = self._children[number]
             with contextlib.suppress(ProcessLookupError):  # it has ended; its exit is handled next
-                signal.pidfd_send_signal(self._children[number][1], which)
+                if self.has_pidfds:
+                    signal.pidfd_send_signal(pidfd, which)
+                else:
+                    os.kill(pid, which)  # not reaped yet, so the pid is still its own
 
     def signal_group(self, number: int, which: int) -> None:
         """Signal the process group of a child; the child is not reaped yet, so its pid is still its own."""
@@ -85,6 +122,16 @@ class ForkServer(abc.ABC):
     @abc.abstractmethod
     def on_child_exit(self, number: int, code: int) -> None:
         """Handle the exit of a child, which is reaped."""
+
+
+def _has_pidfds() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        return False
+    return True
 
 
 def receive_request(source: socket.socket) -> tuple[dict[str, Any], list[int]]:

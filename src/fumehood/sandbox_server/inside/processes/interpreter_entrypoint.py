@@ -41,7 +41,11 @@ def enter_jail(
         jail_builder.build_jail(plan, init_pidfd, disks)
         os.close(init_pidfd)
         startup_messages.link_font_cache()
-        startup_messages.send_handles(channel, plan)
+        listeners = [
+            jail_builder.listen_on_loopback(layout.EGRESS_PORT),
+            jail_builder.listen_on_loopback(layout.PIP_PORT),
+        ]
+        startup_messages.send_handles(channel, plan, listeners)
         jail_builder.set_resource_limits(plan)
         syscalls.drop_all_privileges()
         os.read(ready_pipe, 1)  # returns when init has no privilege left

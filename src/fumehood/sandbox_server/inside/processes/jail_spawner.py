@@ -96,15 +96,11 @@ class JailSpawner(fork_server.ForkServer):
         If the fork fails, the supervisor sees its reply socket closed.
         """
         try:
-            pid = os.fork()
-        except OSError:
-            return False
-        if pid == 0:
-            fork_server.close_other_fds(fds)
-            return True
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
-            self.watch_child(number, pid)
+            if self.fork_child(number, fds).is_child:
+                return True
             self._helpers.add(number)
+        except OSError:  # the fork failed, or the child has ended already
+            pass
         return False
 
 

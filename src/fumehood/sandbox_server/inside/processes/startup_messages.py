@@ -12,17 +12,12 @@ _CONFIG_DIRECTORY = os.path.dirname(layout.MATPLOTLIB_CONFIG)
 OOM_SCORE = 800  # the OOM killer prefers sandboxes to the host's processes
 
 
-def send_handles(channel: socket.socket, plan: jail_builder.JailPlan) -> None:
-    """Send JAILED with the descriptors that the supervisor needs, before untrusted code runs."""
-    handles = [
-        os.open(plan.work_directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC),
-        os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC),
-    ]
-    if plan.isolation == "namespaces":  # in other modes the loopback interface is shared
-        handles += [
-            jail_builder.listen_on_loopback(layout.EGRESS_PORT),
-            jail_builder.listen_on_loopback(layout.PIP_PORT),
-        ]
+def send_handles(channel: socket.socket, plan: jail_builder.JailPlan, listeners: list[int]) -> None:
+    """Send JAILED with the descriptors that the supervisor needs, before untrusted code runs; closes `listeners`."""
+    handles = [os.open(plan.work_directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
+    if plan.isolation == "namespaces":  # for the helper that attaches packages
+        handles.append(os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC))
+    handles += listeners
     (packet,) = framing.encode_packets(
         framing.ChannelMessage(framing.MessageKind.JAILED, framing.NO_CALL, b"")
     )

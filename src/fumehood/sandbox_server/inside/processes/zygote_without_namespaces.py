@@ -1,16 +1,18 @@
-"""The zygote of the modes without namespaces (`pod`, `degraded`): warm interpreter and spawner in one."""
+"""The zygote of the modes without mount and PID namespaces (`pod`, `degraded`): warm interpreter and spawner in one."""
 
+import base64
 import os
 import signal
 import socket
 import sys
 from typing import Any, NoReturn
 
-from fumehood.sandbox_server.inside import syscalls
-from fumehood.sandbox_server.inside.jail import jail_builder, seccomp_installer
+from fumehood.sandbox_server.inside import layout, syscalls
+from fumehood.sandbox_server.inside.jail import jail_builder, own_network, seccomp_installer
 from fumehood.sandbox_server.inside.processes import (
     fork_server,
     interpreter_entrypoint,
+    pod_container,
     startup_messages,
     zygote,
 )
@@ -22,32 +24,52 @@ from fumehood.sandbox_server.inside.warm_start import preload
 class NamespacelessZygote(JailSpawner):
     """Forks a subreaper for each sandbox, which starts the interpreter, adopts orphans and forwards signals.
 
+    network_program: the seccomp program of code that has a network namespace of its own; None if it cannot have one.
     single_use: exit after the first sandbox.
     """
 
     def __init__(
-        self, control: socket.socket, seccomp_programs: tuple[bytes, bytes], *, single_use: bool
+        self,
+        control: socket.socket,
+        seccomp_programs: tuple[bytes, bytes],
+        *,
+        network_program: bytes | None,
+        single_use: bool,
     ) -> None:
         super().__init__(control, seccomp_programs)
+        self._network_program = network_program
         self._single_use = single_use
         self._runner = code_runner.CodeRunner()
 
     def spawn(self, number: int, fds: list[int]) -> None:
         try:
-            pid = os.fork()
+            child = self.fork_child(number, fds)
         except OSError as error:
             self.send_event({"event": "refused", "number": number, "error": f"fork: {error}"})
             return
-        if pid == 0:
-            fork_server.close_other_fds(fds)
-            run_subreaper(self.seccomp_program, socket.socket(fileno=fds[0]), fds[1:], self._runner)
-        self.send_event({"event": "spawned", "number": number}, [self.watch_child(number, pid)])
+        if child.is_child:
+            _reset_signals()
+            Subreaper(
+                self.seccomp_program,
+                self._network_program,
+                socket.socket(fileno=fds[0]),
+                child.alive_fd,
+                self._runner,
+                is_pod=self._single_use,
+            ).run(fds[1:])
+        self.send_event(
+            {"event": "spawned", "number": number, "has_pidfd": child.pidfd >= 0},
+            [child.pidfd] if child.pidfd >= 0 else None,
+        )
         zygote.reseed_generators()
 
     def on_child_exit(self, number: int, code: int) -> None:
-        is_helper = number in self._helpers
-        super().on_child_exit(number, code)
-        if self._single_use and not is_helper:
+        if number in self._helpers:
+            self._helpers.discard(number)
+            return
+        ooms = pod_container.count_oom_kills() if self._single_use else 0
+        self.send_event({"event": "exited", "number": number, "code": code, "oom_kills": ooms})
+        if self._single_use:
             os._exit(0)  # a pod runs one sandbox: its container ends with it
 
 
@@ -61,54 +83,102 @@ def main(control_fd: int) -> NoReturn:
     problems = preload.preload(request["preload"])
     zygote.remove_guest_from_path()
     single_use: bool = request.get("single_use", False)
-    server = NamespacelessZygote(control, decode_seccomp_programs(request), single_use=single_use)
+    has_network = single_use and own_network.is_possible()
+    server = NamespacelessZygote(
+        control,
+        decode_seccomp_programs(request),
+        network_program=base64.b64decode(request["network_program"]) if has_network else None,
+        single_use=single_use,
+    )
     preload.freeze_objects(many_forks=not single_use)
-    server.send_event(zygote.describe_zygote(problems))
+    memory = pod_container.read_memory_limit() if single_use else None
+    server.send_event(
+        {**zygote.describe_zygote(problems), "has_network": has_network, "memory_limit": memory}
+    )
     server.serve()
 
 
-def run_subreaper(
-    seccomp_program: bytes, channel: socket.socket, cgroups: list[int], warm_runner: code_runner.CodeRunner
-) -> NoReturn:
-    """Run the first process of a sandbox: set limits, start the interpreter, then reap until it ends."""
-    try:
-        os.dup2(0, 1)  # /dev/null: the zygote's stderr is the operator's
-        os.dup2(0, 2)
-        jail_builder.join_cgroups(cgroups)
-        jail_builder.raise_oom_score(startup_messages.OOM_SCORE)
-        plan = jail_builder.JailPlan.decode(channel.recv(startup_messages.MAX_PLAN_BYTES))
-        syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
-        syscalls.prctl(
-            syscalls.PR_SET_PDEATHSIG, signal.SIGTERM
-        )  # without a PID namespace nothing else ends it with the zygote
-        startup_messages.send_handles(channel, plan)
-        jail_builder.set_resource_limits(plan)
-        syscalls.drop_all_privileges()
-        _start_interpreter(plan, seccomp_program, channel, warm_runner)
-    except BaseException as error:
-        startup_messages.fail(channel, error)
+class Subreaper:
+    """The first process of a sandbox: sets limits, starts the interpreter, then reaps until it ends.
+
+    network_program: the seccomp program for code in a network namespace of its own, or None.
+    alive_fd: kept open until this process ends, see `ForkServer.fork_child`; or -1.
+    """
+
+    def __init__(
+        self,
+        seccomp_program: bytes,
+        network_program: bytes | None,
+        channel: socket.socket,
+        alive_fd: int,
+        warm_runner: code_runner.CodeRunner,
+        *,
+        is_pod: bool,
+    ) -> None:
+        self._seccomp_program = seccomp_program
+        self._network_program = network_program
+        self._channel = channel
+        self._alive_fd = alive_fd
+        self._runner = warm_runner
+        self._is_pod = is_pod
+
+    def run(self, cgroups: list[int]) -> NoReturn:
+        """Run in a fresh fork of the zygote."""
+        try:
+            os.dup2(0, 1)  # /dev/null: the zygote's stderr is the operator's
+            os.dup2(0, 2)
+            jail_builder.join_cgroups(cgroups)
+            jail_builder.raise_oom_score(startup_messages.OOM_SCORE)
+            plan = jail_builder.JailPlan.decode(self._channel.recv(startup_messages.MAX_PLAN_BYTES))
+            if self._network_program is not None:
+                own_network.enter()
+                self._seccomp_program = self._network_program
+            syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
+            # Without a PID namespace nothing else ends it with the zygote.
+            syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGTERM)
+            startup_messages.send_handles(self._channel, plan, self._listeners())
+            jail_builder.set_resource_limits(plan)
+            syscalls.drop_all_privileges()
+            self._start_interpreter(plan)
+        except BaseException as error:
+            startup_messages.fail(self._channel, error)
+
+    def _listeners(self) -> list[int]:
+        """Return listening sockets: for the egress proxy if the network is the sandbox's own, and for pip in a pod."""
+        found: list[int] = []
+        if self._network_program is not None:
+            found.append(jail_builder.listen_on_loopback(layout.EGRESS_PORT))
+        if self._is_pod:
+            found.append(jail_builder.listen_on_path(layout.PIP_SOCKET))
+        return found
+
+    def _start_interpreter(self, plan: jail_builder.JailPlan) -> NoReturn:
+        watched = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
+        signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+        # The code has the same user and must not open this memory.
+        syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+        pid = os.fork()
+        if pid == 0:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
+            syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+            if self._alive_fd >= 0:
+                os.close(self._alive_fd)
+            plan = plan._replace(read_only=[*plan.read_only, *_python_paths()])
+            interpreter_entrypoint.run_interpreter(
+                plan,
+                self._seccomp_program,
+                self._channel,
+                self._runner,
+                fresh_process=plan.fresh_interpreter,
+            )
+        self._channel.close()
+        seccomp_installer.install(self._seccomp_program)
+        _reap_until_exit(pid, watched)
 
 
-def _start_interpreter(
-    plan: jail_builder.JailPlan,
-    seccomp_program: bytes,
-    channel: socket.socket,
-    warm_runner: code_runner.CodeRunner,
-) -> NoReturn:
-    watched = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # the code has the same user and must not open this memory
-    pid = os.fork()
-    if pid == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
-        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
-        plan = plan._replace(read_only=[*plan.read_only, *_python_paths()])
-        interpreter_entrypoint.run_interpreter(
-            plan, seccomp_program, channel, warm_runner, fresh_process=plan.fresh_interpreter
-        )
-    channel.close()
-    seccomp_installer.install(seccomp_program)
-    _reap_until_exit(pid, watched)
+def _reset_signals() -> None:
+    """Undo what the entry point of a container set, for PID 1 only."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _reap_until_exit(interpreter_pid: int, watched: set[signal.Signals]) -> NoReturn:
@@ -152,4 +222,5 @@ def _kill_orphans() -> None:
 
 def _python_paths() -> list[str]:
     """Return where the interpreter and the packages are: without mounts they are at the host's paths."""
-    return [sys.base_prefix, *(entry for entry in sys.path if os.path.isdir(entry))]
+    environment = [f"{sys.prefix}/{name}" for name in ("pyvenv.cfg", "bin")]
+    return [sys.base_prefix, *environment, *(entry for entry in sys.path if os.path.isdir(entry))]

@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import json
+import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 __version__ = "25.3"  # the version of pip whose command line this follows
 
 _ADDRESS = ("127.0.0.1", 3129)
+_SOCKET = "/home/user/.fumehood/pip.sock"  # in a pod, where the loopback interface is not the sandbox's own
 _TIMEOUT_SECONDS = 1800
 _MAX_LINES = 1000
 _HELP = """\
@@ -137,10 +139,23 @@ def _read(name: str) -> list[str]:
     return wanted
 
 
+def _connect() -> socket.socket:
+    if not os.path.exists(_SOCKET):
+        return socket.create_connection(_ADDRESS, timeout=10)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(10)
+        connection.connect(_SOCKET)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 def _ask(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Send a request and yield the supervisor's answers."""
     try:
-        with socket.create_connection(_ADDRESS, timeout=10) as connection:
+        with _connect() as connection:
             connection.settimeout(_TIMEOUT_SECONDS)
             connection.sendall(json.dumps(request).encode() + b"\n")
             with contextlib.suppress(OSError):
