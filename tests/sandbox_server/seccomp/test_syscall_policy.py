@@ -347,7 +347,10 @@ def refusals(name: str) -> list[tuple[str, tuple[int, ...], int]]:
         ]
     if name not in ("degraded", "helper"):
         found += [("socket", (family, 3, 0), errno.EAFNOSUPPORT) for family in (16, 17, 38, 40)]
-        found += [("socket", (2, 3, 6), errno.EPERM), ("socket", (2, 1, 132), errno.EPROTONOSUPPORT)]
+        if name == "pod":  # no network at all
+            found += [("socket", (family, kind, 0), errno.EACCES) for family in (2, 10) for kind in (1, 2, 3)]
+        else:
+            found += [("socket", (2, 3, 6), errno.EPERM), ("socket", (2, 1, 132), errno.EPROTONOSUPPORT)]
         found += [("setsockopt", (0, 1, 26, 0, 0), errno.ENOSYS), ("shmget", (0, 4096, 0xA00), errno.ENOMEM)]
     else:
         found += [("socket", (family, 1, 0), errno.EACCES) for family in (1, 2, 10, 16)]
