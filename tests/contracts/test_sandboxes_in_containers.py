@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from fumehood.testing.kits.sandbox_kit import SandboxKit, SandboxSubject
 
 from fumehood.interfaces import SandboxProvider
+from fumehood.testing.conformance_kits.sandbox_kit import SandboxKit, SandboxSubject
 from tests.support.pod_provider import PodProvider
 from tests.support.pods import TOKEN, Pod, make_pod
 

@@ -84,6 +84,9 @@ class PodProvider:
         while len(self._ended) > _LINGERING_PODS:
             await _stop(*self._ended.popleft())
 
+    async def extend_lifetime(self, ref: SandboxRef, until: float) -> None:
+        """Do nothing: these pods end with their sandboxes, not at an age."""
+
     async def list_sandboxes(self) -> list[SandboxInfo]:
         found: list[SandboxInfo] = []
         for remote, _ in [*self._used.values()]:

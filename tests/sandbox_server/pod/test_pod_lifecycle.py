@@ -12,8 +12,8 @@ from fumehood.protocol.sandbox.sandbox_errors import FileRefused, SandboxFileNot
 from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, ExecutionEnd, SandboxSpec
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
 from fumehood.sandbox_server.api.operations import OPERATIONS
-from fumehood.testing.kits.sandbox_files_kit import read_content
-from fumehood.testing.kits.sandbox_kit import get_end, read_events
+from fumehood.testing.conformance_kits.sandbox_files_kit import read_content
+from fumehood.testing.conformance_kits.sandbox_kit import get_end, read_events
 from tests.support.archives import make_zip
 from tests.support.pods import TOKEN, Pod, make_pod, run_pod
 from tests.support.sandbox_server import SandboxApiClient
