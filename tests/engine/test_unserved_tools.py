@@ -1,5 +1,6 @@
 """Tools that this server does not have: which requests are refused, and what is said of those that run."""
 
+import json
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.tool_specs import ToolSpec
 from fumehood.testing import ScriptedModel, says
 from tests.support.echo_tool import EchoTool
-from tests.support.engine_harness import ECHO, FUNCTION, EngineHarness
+from tests.support.engine_harness import ECHO, FUNCTION, EngineHarness, collect_events
 
 SEARCH: dict[str, Any] = {"type": "web_search"}
 CACHED: dict[str, Any] = {"type": "web_search", "external_web_access": False}
@@ -146,3 +147,26 @@ async def test_counting_and_compacting_say_it_too() -> None:
     assert compacted.warnings == ["tools[0] web_search is not configured"]
     with pytest.raises(InvalidRequest):
         await engine.count_tokens(**body | {"tools": [SEARCH]})
+
+
+async def test_credentials_of_an_mcp_server_reach_the_model_server_and_are_neither_repeated_nor_stored() -> (
+    None
+):
+    mcp = {
+        "type": "mcp",
+        "server_label": "wiki",
+        "server_url": "https://wiki.example/of-the-server",
+        "headers": {"authorization": "Bearer of-the-server"},
+        "authorization": "of-the-server",
+    }
+    for profile in ({}, {"passed_tools": ("mcp",)}):
+        engine = make_engine(says("ok"), **profile)
+        run = await engine.start(tools=[FUNCTION, mcp])
+        events = await collect_events(run)
+        response = await run.wait()
+        stored = await engine.store.get_response("", response.id)
+        for shown in (*events, response, stored):
+            assert b"of-the-server" not in msgspec.json.encode(shown)
+        assert json.loads(bytes(response.tools[1]))["headers"] == {"authorization": "<redacted>"}
+        (request,) = engine.model.requests
+        assert [json.loads(tool.raw) for tool in request.server_tools] == ([mcp] if profile else [])

@@ -21,6 +21,7 @@ from fumehood.protocol.conversation import ConversationSegment, conversation_siz
 from fumehood.protocol.model_turns import GenerationParameters, ModelRequest
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.ids import new_id
+from fumehood.protocol.openai.mcp_tools import redact_mcp_tool
 from fumehood.protocol.openai.response_projection import (
     INCLUDE_ENCRYPTED_REASONING,
     INCLUDE_EXECUTION,
@@ -287,7 +288,7 @@ class RequestPreparer:
             return self._tools[spec.type].echo_spec(spec)
         if spec.type == "function":
             return msgspec.json.encode(decode_function(spec, "tools"))
-        return spec.raw
+        return redact_mcp_tool(spec.raw) if spec.type == "mcp" else spec.raw
 
 
 def _count_sealed_bytes(past: Sequence[ConversationSegment], added: ConversationSegment) -> int:

@@ -1,0 +1,43 @@
+"""What a response repeats of an `mcp` tool: nothing that may be a credential of its server."""
+
+from typing import cast
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Raw
+
+REDACTED = "<redacted>"
+
+
+def redact_mcp_tool(raw: bytes) -> bytes:
+    """Return the tool without `authorization`, values of headers, and the path of its URL, which often has a token.
+
+    OpenAI's API does the same, so clients send them with every request.
+    """
+    tool = msgspec.json.decode(raw, type=dict[str, Raw])
+    tool.pop("authorization", None)
+    if "headers" in tool:
+        tool["headers"] = Raw(msgspec.json.encode(_redact_values(msgspec.json.decode(tool["headers"]))))
+    if "server_url" in tool:
+        tool["server_url"] = Raw(msgspec.json.encode(_redact_url(msgspec.json.decode(tool["server_url"]))))
+    return msgspec.json.encode(tool)
+
+
+def _redact_values(headers: object) -> object:
+    if isinstance(headers, dict):
+        return dict.fromkeys(cast("dict[str, object]", headers), REDACTED)
+    return None if headers is None else REDACTED
+
+
+def _redact_url(url: object) -> object:
+    if url is None:
+        return None
+    try:
+        parts = urlsplit(url if isinstance(url, str) else "")
+    except ValueError:
+        return REDACTED
+    host = parts.netloc.rpartition("@")[2]
+    if not parts.scheme or not host:
+        return REDACTED
+    secret = parts.path.strip("/") or parts.query or parts.fragment
+    return f"{parts.scheme}://{host}" + (f"/{REDACTED}" if secret else parts.path)

@@ -1,0 +1,58 @@
+"""What a response repeats of an `mcp` tool."""
+
+import json
+from typing import Any
+
+import pytest
+
+from fumehood.protocol.openai.mcp_tools import redact_mcp_tool
+
+
+def redact(**fields: Any) -> dict[str, Any]:
+    return json.loads(redact_mcp_tool(json.dumps({"type": "mcp", **fields}).encode()))
+
+
+def test_credentials_are_left_out_and_everything_else_is_kept() -> None:
+    tool = redact(
+        server_label="wiki",
+        server_url="https://wiki.example:8443",
+        headers={"Authorization": "Bearer of-the-server", "X-Trace": None},
+        authorization="of-the-server",
+        allowed_tools=["search"],
+        require_approval={"never": {"tool_names": ["search"]}},
+    )
+    assert tool == {
+        "type": "mcp",
+        "server_label": "wiki",
+        "server_url": "https://wiki.example:8443",
+        "headers": {"Authorization": "<redacted>", "X-Trace": "<redacted>"},
+        "allowed_tools": ["search"],
+        "require_approval": {"never": {"tool_names": ["search"]}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        (None, None),
+        ("https://wiki.example", "https://wiki.example"),
+        ("https://wiki.example/", "https://wiki.example/"),
+        ("https://wiki.example/s/secret/mcp", "https://wiki.example/<redacted>"),
+        ("https://wiki.example?key=secret", "https://wiki.example/<redacted>"),
+        ("https://wiki.example/#secret", "https://wiki.example/<redacted>"),
+        ("https://user:secret@wiki.example/", "https://wiki.example/"),
+        ("https://[secret", "<redacted>"),
+        ("secret", "<redacted>"),
+        ("", "<redacted>"),
+        (7, "<redacted>"),
+    ],
+)
+def test_only_the_host_of_a_url_is_repeated(url: object, shown: object) -> None:
+    assert redact(server_url=url)["server_url"] == shown
+
+
+@pytest.mark.parametrize(
+    ("headers", "shown"), [({}, {}), (None, None), ("secret", "<redacted>"), (["secret"], "<redacted>")]
+)
+def test_malformed_headers_are_not_repeated(headers: object, shown: object) -> None:
+    assert redact(headers=headers)["headers"] == shown
