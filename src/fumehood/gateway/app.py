@@ -287,7 +287,10 @@ class Gateway:
     async def _send_error(self, exchange: GatewayExchange, error: ApiError) -> None:
         exchange.log_error(error)
         if exchange.has_started:
-            raise error
+            if not exchange.break_off():
+                raise error
+            logger.warning("The response to request %s broke off: %s", exchange.request_id, error)
+            return
         if isinstance(error, MethodNotAllowed):
             exchange.extra_headers.append((b"allow", error.allowed.encode()))
         elif isinstance(error, NotAuthenticated):

@@ -186,6 +186,10 @@ class GatewayExchange(AsgiExchange):
         self.last_sent_at = perf_counter()
         return True
 
+    def break_off(self) -> bool:
+        """Close the connection before the end of the response. Returns False if that is not possible."""
+        return self.direct_writer is not None and self.direct_writer.break_off()
+
     async def respond(
         self, body: bytes, status: int = 200, content_type: tuple[bytes, bytes] = JSON_CONTENT_TYPE
     ) -> None:

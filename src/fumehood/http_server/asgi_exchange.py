@@ -34,7 +34,7 @@ class ClientDisconnected(Exception):
 
 
 class DirectWriter(Protocol):
-    """Writes a response without awaiting ASGI. Both methods return False, and write nothing, if they cannot."""
+    """Writes a response without awaiting ASGI. All methods return False, and do nothing, if they cannot."""
 
     def write_response(self, status: int, headers: Headers, body: bytes) -> bool:
         """Write a complete response."""
@@ -42,6 +42,10 @@ class DirectWriter(Protocol):
 
     def write_chunk(self, body: bytes | bytearray) -> bool:
         """Write a chunk of a response of unknown length."""
+        ...
+
+    def break_off(self) -> bool:
+        """Close the connection before the end of a response, so that the client knows that it is not complete."""
         ...
 
 

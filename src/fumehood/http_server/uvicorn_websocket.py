@@ -212,6 +212,9 @@ class _FrameWriter:
         protocol.transport.write(body)
         return True
 
+    def break_off(self) -> bool:
+        return False
+
 
 def _is_utf8(data: bytes) -> bool:
     try:

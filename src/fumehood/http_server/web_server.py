@@ -445,6 +445,11 @@ class _CycleWriter:
         cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
         return True
 
+    def break_off(self) -> bool:
+        self._cycle.disconnected = True  # else uvicorn reports an incomplete response
+        self._cycle.transport.close()
+        return True
+
 
 def _is_disconnected(cycle: RequestResponseCycle) -> bool:
     return cycle.disconnected or cycle.transport.is_closing()

@@ -167,6 +167,8 @@ async def test_urls_are_not_passed_on_unless_the_operator_allows_it(part: dict[s
         answer = await chat(gateway, messages=messages)
         assert answer.error == (400, "invalid_value", "messages[1].content[1]")
         assert "inputs.pass_urls" in answer.json["error"]["message"]
+        alone = await chat(gateway, messages=[{"role": "user", "content": part}])
+        assert alone.error == (400, "invalid_value", "messages[0].content")
     async with run_before(error("200 OK", COMPLETION), options={"find_url_problem": allow_every_url}) as (
         gateway,
         server,
@@ -195,7 +197,8 @@ async def test_inputs_of_embeddings_have_no_urls_either() -> None:
         body = {"model": "chat", "input": inputs}
         answer = await gateway.request("POST", "/v1/embeddings", body)
         assert answer.error == (400, "invalid_value", "input[2]")
-        inputs.pop()
+        answer = await gateway.request("POST", "/v1/embeddings", {**body, "input": inputs.pop()})
+        assert answer.error == (400, "invalid_value", "input")
         assert (await gateway.request("POST", "/v1/embeddings", body)).status == 200
 
 
@@ -243,6 +246,10 @@ async def test_a_finished_stream_ends_with_done(end: bytes) -> None:
     [
         ((chunk({"content": "Hel"}), BREAK_CONNECTION), "broke before its response was complete"),
         ((chunk({"content": "Hel"}),), "broke before its response was complete"),
+        (
+            (chunk({"content": "Hel"}), b'data: {"choices": [{"delta"'),
+            "broke before its response was complete",
+        ),
         ((chunk({"content": "Hel"}), asyncio.Event()), "sent nothing for 0.2 seconds"),
         ((b"<html>hello</html>",), "no stream of events"),
         ((DONE,), "no events"),
@@ -250,7 +257,7 @@ async def test_a_finished_stream_ends_with_done(end: bytes) -> None:
         ((data({"error": {"message": "overloaded", "code": 503}}),), "is unavailable"),
         ((b'data: {"error": {"message": "cut', b"\n\n"), "cannot be decoded"),
     ],
-    ids=["cut", "no end", "silent", "html", "nothing", "error", "first", "broken error"],
+    ids=["cut", "no end", "half an event", "silent", "html", "nothing", "error", "first", "broken error"],
 )
 async def test_a_stream_that_fails_ends_with_an_error_event(pieces: tuple[Any, ...], words: str) -> None:
     async with run_before(stream(*pieces), read_timeout=0.2) as (gateway, _):
@@ -325,7 +332,7 @@ async def test_a_large_document_is_passed_on_in_pieces(is_chunked: bool) -> None
     assert metrics.value("fumehood_tokens_total", direction="input") == 5
 
 
-async def test_a_large_document_that_breaks_off_breaks_off_here() -> None:
+async def test_a_large_document_that_breaks_off_breaks_off_here(caplog: pytest.LogCaptureFixture) -> None:
     async def answer(_: ReceivedRequest, writer: asyncio.StreamWriter) -> bool:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 3000000\r\n\r\n{" + b" " * 2_000_000)
         await writer.drain()
@@ -342,6 +349,9 @@ async def test_a_large_document_that_breaks_off_breaks_off_here() -> None:
             received = await reader.read()
     assert received.startswith(b"HTTP/1.1 200 OK\r\n")
     assert len(received) < 3_000_000
+    (said,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "broke off: The connection to the server of this model broke" in said.getMessage()
+    assert said.exc_info is None
 
 
 @pytest.mark.parametrize(

@@ -59,3 +59,10 @@ def test_lm_studio_says_it_with_the_status_200() -> None:
 def test_paths_with_a_version(path: str) -> None:
     error = UpstreamErrorFactory("m", base_url=WITHOUT_VERSION + path).unknown_path(404)
     assert HINT not in error.message
+
+
+@pytest.mark.parametrize("status", [201, 204, 206])
+def test_a_success_without_the_response_is_the_servers_mistake(status: int) -> None:
+    error = UpstreamErrorFactory("m").from_status(status, b"")
+    assert type(error) is ModelError
+    assert f"invalid chat completions response: it has the status {status}." in error.message

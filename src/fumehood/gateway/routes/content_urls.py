@@ -37,17 +37,24 @@ def check_message_urls(messages: Sequence[Raw], find_problem: FindUrlProblem) ->
     """Raises InvalidRequest if a content part of a message has a URL that may not be passed on."""
     for number, message in enumerate(messages):
         content = bytes(decode_json(_message_decoder, bytes(message)).content)
-        if content.startswith(b"["):
+        if content.startswith((b"[", b"{")):
             check_part_urls(f"messages[{number}].content", content, find_problem)
 
 
 def check_part_urls(param: str, parts: bytes, find_problem: FindUrlProblem) -> None:
-    """Raises InvalidRequest if an object of this JSON array has a URL that may not be passed on."""
+    """Raises InvalidRequest if an object of this JSON array, or this object, has a URL that may not be passed on."""
     decoded = decode_json(_value_decoder, parts)
-    for number, part in enumerate(cast("list[object]", decoded) if isinstance(decoded, list) else ()):
-        for url in _find_urls(part):
-            if (problem := find_problem(url)) is not None:
-                raise InvalidRequest(problem, param=f"{param}[{number}]", code="invalid_value")
+    if isinstance(decoded, list):
+        for number, part in enumerate(cast("list[object]", decoded)):
+            _check_urls(f"{param}[{number}]", part, find_problem)
+    else:
+        _check_urls(param, decoded, find_problem)
+
+
+def _check_urls(param: str, part: object, find_problem: FindUrlProblem) -> None:
+    for url in _find_urls(part):
+        if (problem := find_problem(url)) is not None:
+            raise InvalidRequest(problem, param=param, code="invalid_value")
 
 
 def _find_urls(value: object) -> Iterator[str]:

@@ -39,6 +39,7 @@ class _Payload(msgspec.Struct):
 
 _payload_decoder = msgspec.json.Decoder(_Payload)
 _usage_decoder = msgspec.json.Decoder(_ReportedUsage)
+_raw_decoder = msgspec.json.Decoder(Raw)
 _NO_ERROR = (b"null", b'""', b"false", b"{}")
 
 
@@ -59,6 +60,15 @@ def read_usage(usage: bytes) -> Usage | None:
     except (ValueError, RecursionError):
         return None
     return make_usage(reported.prompt_tokens, reported.completion_tokens, reported.total_tokens, None, None)
+
+
+def _is_whole_event(event: bytes) -> bool:
+    """Whether the data of an event without its blank line is complete."""
+    payload = b"\n".join(_DATA_LINE.findall(event)).strip()
+    try:
+        return payload == _DONE or bool(_raw_decoder.decode(payload))
+    except (ValueError, RecursionError):
+        return False
 
 
 class EventStreamRelay:
@@ -118,11 +128,11 @@ class EventStreamRelay:
         return self._check_events(block)
 
     def finish(self) -> bytes:
-        """What is left at the end of the body, completed."""
+        """What is left at the end of the body, completed; nothing if it was cut off."""
         if self.is_over:
             return b""
         rest = b"".join(self._buffer).strip(b"\n")
-        events = self._check_events(rest + _EVENT_END) if rest else b""
+        events = self._check_events(rest + _EVENT_END) if _is_whole_event(rest) else b""
         if self.is_over:
             return events
         if self._has_finish_reason:

@@ -109,6 +109,8 @@ class UpstreamErrorFactory:
                 f"{self._server_label} does not accept the gateway's credentials (HTTP {status}); "
                 "the operator of the gateway must check the model's api_key_env."
             )
+        if status < 300:
+            return self.invalid_response(f"it has the status {status}")
         if 300 <= status < 400:
             return ModelError(
                 f"{self._server_label} has moved (HTTP {status}); "
