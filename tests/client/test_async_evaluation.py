@@ -2,8 +2,11 @@
 
 import asyncio
 import contextvars
+import gc
 import threading
 import time
+import warnings
+import weakref
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -247,6 +250,29 @@ def test_each_event_loop_has_a_client_that_is_closed_with_the_adapter(openai_sta
     assert asyncio.run(evaluate()) is not asyncio.run(evaluate())
     with adapter:
         assert adapter.evaluate(prompt()).text == "done"
+
+
+def test_an_adapter_without_an_end_keeps_the_connections_of_one_event_loop(
+    openai_stand_in: OpenAIStandIn,
+) -> None:
+    """As in programs that call asyncio.run for each evaluation."""
+    config = OpenAIClientConfig(api_key="k", base_url=openai_stand_in.server.url)
+    adapter = OpenAIAdapter(model="gpt-4.1", client_config=config)
+    clients: list[weakref.ref[Any]] = []
+
+    async def evaluate() -> None:
+        assert (await adapter.aevaluate(prompt())).text == "done"
+        clients.append(weakref.ref(adapter.async_client))
+
+    openai_stand_in.script(*[DONE] * 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of asyncio, for sockets of a loop that is closed
+        for _ in range(4):
+            asyncio.run(evaluate())
+        gc.collect()
+        assert [client() is None for client in clients] == [True, True, True, False]
+        asyncio.run(adapter.aclose())
+        gc.collect()
 
 
 def test_a_missing_client_is_named(openai_stand_in: OpenAIStandIn) -> None:

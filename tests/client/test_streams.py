@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import threading
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
-from fumehood.client import PromptEvaluationError, Session, ThrottleError
+from fumehood.client import Deadline, PromptEvaluationError, Session, ThrottleError
 from fumehood.client.adapters.openai import CompactionConfig, OpenAICodeInterpreterTool
 from fumehood.client.adapters.openai.compaction import Transcript
 from fumehood.client.adapters.stream_events import (
@@ -41,6 +42,7 @@ from tests.support.gateway_process import text_answer
 from tests.support.openai_server import Reply, error, message, response
 from tests.support.raw_model_server import ReceivedRequest, chunk, stream
 from tests.support.streamed_response import encode_stream
+from tests.support.waiting import becomes_true
 
 STREAMS = ("stream", "astream")
 CITED = {
@@ -197,6 +199,22 @@ def test_a_server_that_does_not_stream_is_read_whole(
     assert summarize(streaming.events) == [("TurnFinished", 1), ("EvaluationFinished", "whole")]
 
 
+def test_a_server_that_keeps_the_stream_open_is_not_waited_for(
+    openai_stand_in: OpenAIStandIn, streaming: ModalAdapter
+) -> None:
+    answered, was_answered = threading.Event(), list[bool]()
+
+    def wait() -> None:
+        was_answered.append(answered.wait(30))
+
+    events = encode_stream(response(message("done")).body)
+    openai_stand_in.script(Reply((*events, wait), headers={"content-type": "text/event-stream"}))
+    assert streaming.evaluate(prompt()).text == "done"
+    answered.set()
+    assert becomes_true(lambda: was_answered)
+    assert was_answered == [True]
+
+
 def test_events_that_are_not_json_are_refused(
     openai_stand_in: OpenAIStandIn, streaming: ModalAdapter
 ) -> None:
@@ -220,6 +238,17 @@ def test_a_stream_has_to_be_opened_and_read(openai_stand_in: OpenAIStandIn) -> N
         assert events.get_final_response().text == "done"
         assert [*events] == []
     assert events.response.text == "done"
+
+
+def test_a_dropped_stream_releases_the_conversation(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.script(*[response(message("done"))] * 2)
+    session, adapter = Session(), openai_stand_in.adapter(compaction=CompactionConfig())
+    events = adapter.stream(prompt(), session=session)
+    events.__enter__()
+    next(events)
+    del events
+    gc.collect()  # what the garbage collector cannot raise is an error of this test
+    assert adapter.evaluate(prompt(), session=session, deadline=Deadline.after(20)).text == "done"
 
 
 def test_an_asynchronous_stream_has_to_be_opened_and_read(openai_stand_in: OpenAIStandIn) -> None:

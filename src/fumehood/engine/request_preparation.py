@@ -21,7 +21,6 @@ from fumehood.protocol.conversation import ConversationSegment, conversation_siz
 from fumehood.protocol.model_turns import GenerationParameters, ModelRequest
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.ids import new_id
-from fumehood.protocol.openai.mcp_tools import redact_mcp_tool
 from fumehood.protocol.openai.response_projection import (
     INCLUDE_ENCRYPTED_REASONING,
     INCLUDE_EXECUTION,
@@ -35,6 +34,7 @@ from fumehood.protocol.openai.responses import (
     TextConfig,
     TextFormat,
 )
+from fumehood.protocol.openai.tool_redaction import redact_tool
 from fumehood.protocol.openai.tool_specs import (
     ToolChoice,
     ToolSpec,
@@ -288,7 +288,7 @@ class RequestPreparer:
             return self._tools[spec.type].echo_spec(spec)
         if spec.type == "function":
             return msgspec.json.encode(decode_function(spec, "tools"))
-        return redact_mcp_tool(spec.raw) if spec.type == "mcp" else spec.raw
+        return redact_tool(spec)
 
 
 def _count_sealed_bytes(past: Sequence[ConversationSegment], added: ConversationSegment) -> int:

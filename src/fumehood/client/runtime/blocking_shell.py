@@ -1,6 +1,7 @@
 """Performs the core's operations in the calling thread."""
 
 import inspect
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -135,10 +136,14 @@ class _BlockingStream:
         self.reply = manager.__enter__()
         self._chunks = self.reply.iter_bytes()
         self._timer: threading.Timer | None = None
+        self._disconnects_at = math.inf
 
     def read(self, timeout: float | None) -> bytes:
         """timeout: the time until the deadline. The SDK's own timeout starts again with every chunk."""
-        if timeout is not None and self._timer is None:
+        if timeout is not None and (ends_at := time.monotonic() + timeout) < self._disconnects_at - 0.01:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._disconnects_at = ends_at
             self._timer = threading.Timer(timeout, self._disconnect)
             self._timer.daemon = True
             self._timer.start()

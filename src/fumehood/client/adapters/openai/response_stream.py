@@ -1,5 +1,6 @@
 """Reads a response from its event stream, and emits its events while they arrive."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -45,6 +46,7 @@ from fumehood.client.runtime.operations import (
 )
 
 _LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed")
+_REST_SECONDS = 1.0
 _END_MARK = b"[DONE]"
 _TRANSIENT = frozenset({"server_error", "rate_limit_exceeded", "rate_limit_error", "too_many_requests"})
 
@@ -180,9 +182,13 @@ class ResponseStreamReader:
         return bytes(body)
 
     def _read_rest(self, opened: OpenedStream) -> Steps[None]:
-        """Read to the end, so that the connection can be used again; the response itself is there."""
+        """Read to the end, so that the connection can be used again; the response itself is there, so not for long."""
+        seconds = _REST_SECONDS
+        if self._deadline is not None:
+            seconds = min(seconds, self._deadline.remaining().total_seconds())
+        until = time.monotonic() + seconds
         try:
-            while (yield from self._read_chunk(opened)):
+            while (left := until - time.monotonic()) > 0 and (yield from perform(ReadStream(opened, left))):
                 pass
         except Exception:  # noqa: S110 - whatever breaks now costs nothing but the connection
             pass

@@ -4,7 +4,6 @@ import inspect
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from fumehood.client.adapters.openai.config import OpenAIClientConfig, check_client
 from fumehood.client.dbc import require
@@ -39,7 +38,7 @@ class SdkClients:
         self._given_client = client
         self._given_async_client = async_client
         self._client: OpenAI | None = None
-        self._async_clients: WeakKeyDictionary[Any, AsyncOpenAI] = WeakKeyDictionary()
+        self._async_clients: dict[Any, AsyncOpenAI] = {}
         self._lock = threading.Lock()
 
     def get_client(self) -> "OpenAI":
@@ -68,6 +67,7 @@ class SdkClients:
 
         loop = asyncio.get_running_loop()
         with self._lock:
+            self._drop_closed_loops()
             if loop not in self._async_clients:
                 self._async_clients[loop] = self._config.create_async_client()
             return self._async_clients[loop]
@@ -88,9 +88,15 @@ class SdkClients:
 
         self.close()
         with self._lock:
+            self._drop_closed_loops()
             client = self._async_clients.pop(asyncio.get_running_loop(), None)
         if client is not None:
             await client.close()
+
+    def _drop_closed_loops(self) -> None:
+        """A client refers to its loop, and its connections are open until it is dropped."""
+        for loop in [each for each in self._async_clients if each.is_closed()]:
+            del self._async_clients[loop]
 
 
 def _is_async_client(client: object) -> bool:

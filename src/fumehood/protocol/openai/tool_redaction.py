@@ -1,4 +1,4 @@
-"""What a response repeats of an `mcp` tool: nothing that may be a credential of its server."""
+"""What a response repeats of a tool that is not hosted here: nothing that may be a credential."""
 
 from typing import cast
 from urllib.parse import urlsplit
@@ -6,15 +6,18 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Raw
 
+from fumehood.protocol.openai.tool_specs import ToolSpec
+
 REDACTED = "<redacted>"
 
 
-def redact_mcp_tool(raw: bytes) -> bytes:
-    """Return the tool without `authorization`, values of headers, and the path of its URL, which often has a token.
-
-    OpenAI's API does the same, so clients send them with every request.
+def redact_tool(spec: ToolSpec) -> bytes:
+    """Return a tool; one of the type `mcp` without `authorization`, values of headers, and the path of its URL, which
+    often has a token. OpenAI's API does the same, so clients send them with every request.
     """
-    tool = msgspec.json.decode(raw, type=dict[str, Raw])
+    if spec.type != "mcp":
+        return spec.raw
+    tool = msgspec.json.decode(spec.raw, type=dict[str, Raw])
     tool.pop("authorization", None)
     if "headers" in tool:
         tool["headers"] = Raw(msgspec.json.encode(_redact_values(msgspec.json.decode(tool["headers"]))))

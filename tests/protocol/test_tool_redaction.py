@@ -1,15 +1,24 @@
-"""What a response repeats of an `mcp` tool."""
+"""What a response repeats of a tool that is not hosted here."""
 
 import json
 from typing import Any
 
 import pytest
+from msgspec import Raw
 
-from fumehood.protocol.openai.mcp_tools import redact_mcp_tool
+from fumehood.protocol.openai.tool_redaction import redact_tool
+from fumehood.protocol.openai.tool_specs import parse_tool
 
 
 def redact(**fields: Any) -> dict[str, Any]:
-    return json.loads(redact_mcp_tool(json.dumps({"type": "mcp", **fields}).encode()))
+    return json.loads(
+        redact_tool(parse_tool(Raw(json.dumps({"type": "mcp", **fields}).encode()), "tools[0]"))
+    )
+
+
+def test_other_tools_are_repeated_as_they_are() -> None:
+    raw = b'{"type": "web_search",  "headers": {"a": "b"}}'
+    assert redact_tool(parse_tool(Raw(raw), "tools[0]")) == raw
 
 
 def test_credentials_are_left_out_and_everything_else_is_kept() -> None:
