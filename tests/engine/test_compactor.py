@@ -351,6 +351,24 @@ async def test_what_is_missing_is_named(body: dict[str, Any]) -> None:
     assert refused.value.param == ("model" if "input" in body else "input")
 
 
+@pytest.mark.parametrize("megabytes", [4, 8])
+async def test_what_is_sealed_can_be_opened_and_what_is_too_large_is_refused(megabytes: int) -> None:
+    picture = {"type": "input_image", "image_url": "data:image/png;base64," + "A" * (megabytes << 20)}
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": LONG}]
+    body: dict[str, Any] = {"input": [*turns, {"role": "user", "content": [picture]}]}
+    profile = ModelProfile(takes_images=True)
+    async with ScriptedModel(says("Long."), says("ok"), profile=profile) as model:
+        engine = EngineHarness(model, sealer=SEALER)
+        if megabytes == 8:
+            with pytest.raises(InvalidRequest, match="too large to be compacted"):
+                await compacted(engine, **body)
+            await engine.create(input="Bye")
+            return
+        window = (await compacted(engine, **body)).output
+        another = EngineHarness(model, sealer=SEALER)  # as after a restart
+        assert (await another.create(input=[*dumped(*window), turns[0]])).status == "completed"
+
+
 async def test_a_model_that_writes_no_summary_is_an_error_of_its_own() -> None:
     with pytest.raises(ModelError, match="summary"):
         await compacted(EngineHarness(ScriptedModel([*thinks("hm")])), input="Hi")

@@ -42,7 +42,7 @@ from fumehood.engine.token_counter import (
     estimate_fixed,
     estimate_segments,
 )
-from fumehood.interfaces import Caller, HostedTool, InvalidSeal, ModelBackend, Sealer
+from fumehood.interfaces import MAX_SEALED_BYTES, Caller, HostedTool, InvalidSeal, ModelBackend, Sealer
 from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import (
     COMPACTION_TYPE,
@@ -66,7 +66,6 @@ from fumehood.protocol.openai.responses import Usage
 logger = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT_WINDOW = 128_000  # tokens, if the model has none configured
-_MAX_STATE_BYTES = 10 << 20  # before sealing; base64 adds a third
 _SUMMARY_STEPS = 64  # steps per window in which the oldest part is left out of a summary
 _MAX_DIGESTS = 256  # of instructions that are not kept verbatim
 _OPENED_CACHE_BYTES = 16 << 20  # of opened compactions
@@ -320,7 +319,7 @@ class Compactor:
         if continues and not state.open:
             state.open = [Raw(_CONTINUE_MESSAGE)]
         content = _encode(state)
-        if len(content) > _MAX_STATE_BYTES:
+        if len(content) > MAX_SEALED_BYTES:
             raise InvalidRequest(
                 "The instructions and the last message alone are too large to be compacted; make them shorter.",
                 param="input",

@@ -9,15 +9,13 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Raw
 
-from fumehood.interfaces import InvalidSeal, Sealer
+from fumehood.interfaces import MAX_SEALED_BYTES, InvalidSeal, Sealer
 from fumehood.protocol.conversation import ConversationEntry
 from fumehood.protocol.model_turns import UPSTREAM_REASONING_PREFIX
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.items import ReasoningText
 
 logger = logging.getLogger(__name__)
-
-_MAX_SEALED_BYTES = 7 << 20  # base64 adds a third, and a longer seal cannot be opened
 
 
 class _SealedReasoning(
@@ -52,11 +50,11 @@ class ReasoningSealer:
         if self._sealer is None:
             return None
         content = _encode(_SealedReasoning([*texts]))
-        if len(content) > _MAX_SEALED_BYTES:
+        if len(content) > MAX_SEALED_BYTES:
             logger.warning(
                 "a reasoning item of %d bytes has no encrypted_content: at most %d bytes can be sealed",
                 len(content),
-                _MAX_SEALED_BYTES,
+                MAX_SEALED_BYTES,
             )
             return None
         return self._sealer.seal(tenant, content)

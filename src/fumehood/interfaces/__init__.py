@@ -77,6 +77,7 @@ from fumehood.interfaces.blobs import (
     GarbageCollectedBlobStore,  # blobs that live while a record refers to them
 )
 from fumehood.interfaces.sealing import (
+    MAX_SEALED_BYTES,  # the longest content of a seal
     InvalidSeal,  # raised by `Sealer.unseal`
     Sealer,  # encrypts state that clients carry
 )
@@ -97,6 +98,7 @@ from fumehood.interfaces.store import (
 )
 
 __all__ = [
+    "MAX_SEALED_BYTES",
     "AcceptBatch",
     "AdditionalItem",
     "ApiKeyStore",

@@ -2,6 +2,9 @@
 
 from typing import Protocol
 
+MAX_SEALED_BYTES = 7 << 20
+"""Of content. Clients send seals in JSON, where OpenAI's API takes 10 MiB, and base64 adds a third."""
+
 
 class InvalidSeal(Exception):
     """A text was not sealed here for this tenant, or was changed since. The message contains no secret."""
@@ -14,7 +17,7 @@ class Sealer(Protocol):
         """Return the content as encrypted ASCII text.
 
         tenant: who may bring it back.
-        content: of any length.
+        content: at most MAX_SEALED_BYTES; the caller checks that.
         """
         ...
 

@@ -5,11 +5,11 @@
 
 import pytest
 
-from fumehood.interfaces import InvalidSeal, Sealer
+from fumehood.interfaces import MAX_SEALED_BYTES, InvalidSeal, Sealer
 
 
 class SealerKit:
-    @pytest.mark.parametrize("content", [b"", b"state", bytes(range(256)), b"x" * (1 << 20)])
+    @pytest.mark.parametrize("content", [b"", b"state", bytes(range(256)), b"x" * MAX_SEALED_BYTES])
     @pytest.mark.parametrize("tenant", ["", "tenant", "Ä\n"])
     def test_what_is_sealed_opens(self, sealer: Sealer, tenant: str, content: bytes) -> None:
         assert sealer.unseal(tenant, sealer.seal(tenant, content)) == content

@@ -3,6 +3,7 @@
 import inspect
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from fumehood.client.adapters.openai.config import OpenAIClientConfig, check_client
@@ -96,7 +97,17 @@ class SdkClients:
     def _drop_closed_loops(self) -> None:
         """A client refers to its loop, and its connections are open until it is dropped."""
         for loop in [each for each in self._async_clients if each.is_closed()]:
-            del self._async_clients[loop]
+            thread = threading.Thread(target=_mark_closed, args=[self._async_clients.pop(loop)])
+            thread.start()
+            thread.join()
+
+
+def _mark_closed(client: "AsyncOpenAI") -> None:
+    """Close a client whose loop is closed. Otherwise its finalizer would try to, in any loop that runs then."""
+    import asyncio
+
+    with suppress(RuntimeError):  # its connections are closed by the garbage collector
+        asyncio.run(client.close())
 
 
 def _is_async_client(client: object) -> bool:
