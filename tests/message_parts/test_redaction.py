@@ -232,6 +232,22 @@ def test_data_is_found_wherever_a_vendor_puts_it(vendor: str, item: Any) -> None
     assert DATA not in json.dumps(to_vendor(vendor, parts))
 
 
+@pytest.mark.parametrize(
+    ("vendor", "item"),
+    [
+        ("openai", {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "SEALED-by us_"}),
+        ("openai", {"type": "compaction", "id": "cmp_1", "encrypted_content": "SEALED-by us_"}),
+        ("anthropic", {"type": "web_search_tool_result", "tool_use_id": "c", "content": [
+            {"type": "web_search_result", "url": "u", "title": "t", "encrypted_content": "SEALED-by us_"}]}),
+        ("xai", {"role": "ROLE_ASSISTANT", "content": "2", "encrypted_content": "SEALED-by us_"}),
+    ],
+)  # fmt: skip
+def test_sealed_content_is_replaced_too(vendor: str, item: Any) -> None:
+    text = dump_parts(replace_inline_data(from_vendor(vendor, [item])))
+    assert "SEALED" not in text
+    assert hashlib.sha256(b"SEALED-by us_").hexdigest() in text
+
+
 @pytest.mark.parametrize("result", ["https://e.x/cat.png", "I drew a cat.", "I drew cats"])
 def test_an_image_that_is_not_inline_is_not_replaced(result: str) -> None:
     drawn: Any = {"type": "image_generation_call", "id": "ig", "status": "completed", "result": result}

@@ -1,4 +1,4 @@
-"""Replacement of inline data, such as images, by its digest and size."""
+"""Replacement of inline data, such as images, and of sealed content by its digest and size."""
 
 import base64
 import binascii
@@ -22,6 +22,8 @@ from fumehood.message_parts.redaction import transform_part, transform_source
 _DATA_URL = r"data:[\w.+/-]*(?:;[\w.=+-]+)*;base64,"
 _WHOLE_DATA_URL = re.compile(_DATA_URL + r"[\w+/=%\r\n-]*", re.ASCII | re.IGNORECASE)
 _EMBEDDED_DATA_URL = re.compile(_DATA_URL + r"[\w+/%-]+={0,2}", re.ASCII | re.IGNORECASE)
+# Fields whose content only the vendor, or the gateway, can open.
+_SEALED_FIELDS = ("encrypted_content", "encryptedContent")
 # Fields that hold data. A field called just `data` does if a media type or item type beside it says so.
 _DATA_FIELDS = ("bytes", "file_data", "input_audio", "b64_json", "partial_image_b64")
 _MEDIA_DATA_FIELDS = ("data", "blob", *_DATA_FIELDS)
@@ -33,7 +35,7 @@ _URLSAFE_TO_STANDARD = str.maketrans({"-": "+", "_": "/", "\r": None, "\n": None
 
 
 def replace_inline_data(parts: list[Part]) -> list[Part]:
-    """Replace inline base64 data by its digest, size and media type."""
+    """Replace inline base64 data and sealed content by digest, size and media type."""
     return [_replace_part_data(part) for part in parts]
 
 
@@ -93,7 +95,10 @@ def _replace_data_urls(text: str) -> str:
 
 
 def _find_data_field(value: JsonObject) -> str:
-    """Return the field that holds base64 data, by the vendors' names for it; empty if there is none."""
+    """Return the field that holds base64 or sealed data, by the vendors' names for it; empty if there is none."""
+    for name in _SEALED_FIELDS:
+        if isinstance(value.get(name), str):
+            return name
     kind = value.get("type")
     if kind == "base64" and isinstance(value.get("data"), str):
         return "data"
