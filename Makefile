@@ -158,8 +158,9 @@ bench-check: $(BENCH_STAMP) ## Fail if ratios fell behind the best so far (ARGS=
 	@$(RUN) python -m tools.bench_check .venv/bench-sandbox.json .venv/bench-gateway.json $(ARGS)
 
 # As root, with buildah: far from what `make test` needs, so it is not part of it.
-images: ## Build the images of gateway and sandbox server (as root, with buildah)
+images: $(STAMP) ## Build the images, and run them (as root, with buildah and containerd)
 	@deploy/images/build.sh
+	@$(RUN) python -m pytest -m images tests/deploy/test_images.py -n 0 $(ARGS)
 
 lock: ## Bring uv.lock up to date with pyproject.toml
 	@env -u UV_DEFAULT_INDEX -u UV_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL $(SETUP) uv lock
