@@ -21,15 +21,6 @@ from tests.support.sandbox_server import SandboxApiClient
 pytestmark = pytest.mark.asyncio
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """A directory whose parents other users may pass, as they may a node's volumes."""
-    for path in (tmp_path, *tmp_path.parents[:3]):
-        if path.stat().st_uid == os.geteuid():
-            path.chmod(path.stat().st_mode | 0o011)
-    return tmp_path
-
-
 def _printed(events: list[dict[str, str]]) -> str:
     return "".join(event["text"] for event in events if event["type"] in ("stdout", "stderr"))
 
@@ -38,8 +29,8 @@ async def _run(client: SandboxApiClient, code: str, **request: object) -> str:
     return _printed(await client.run_code("box", code, **request))
 
 
-async def test_a_pod_holds_one_sandbox_once(directory: Path) -> None:
-    async with run_pod(directory, options=("--idle-seconds", "600")) as (pod, client):
+async def test_a_pod_holds_one_sandbox_once(pod_directory: Path) -> None:
+    async with run_pod(pod_directory, options=("--idle-seconds", "600")) as (pod, client):
         assert (await client.request("GET", "/health")).json["status"] == "ok"
         refused = await client.request("PUT", "/sandboxes/box", {"memory": "4g"})
         assert refused.error == (400, "invalid_request", "memory")
@@ -58,10 +49,10 @@ async def test_a_pod_holds_one_sandbox_once(directory: Path) -> None:
         assert await pod.wait_ended("code") == 0
 
 
-async def test_a_pod_serves_as_a_host_does(directory: Path) -> None:
+async def test_a_pod_serves_as_a_host_does(pod_directory: Path) -> None:
     """Files, archives, the shell, time-outs and what ignores them; tests/contracts has the whole kit (slow)."""
     async with (
-        run_pod(directory) as (pod, _),
+        run_pod(pod_directory) as (pod, _),
         RemoteSandboxProvider(pod.url, TOKEN) as provider,
     ):
         sandbox = await provider.attach(await provider.create(SandboxSpec(), "box"))
@@ -92,8 +83,8 @@ async def test_a_pod_serves_as_a_host_does(directory: Path) -> None:
         assert await pod.wait_ended("code") == 0
 
 
-async def test_an_idle_sandbox_of_a_pod_expires(directory: Path) -> None:
-    async with run_pod(directory, options=("--idle-seconds", "0.4")) as (pod, client):
+async def test_an_idle_sandbox_of_a_pod_expires(pod_directory: Path) -> None:
+    async with run_pod(pod_directory, options=("--idle-seconds", "0.4")) as (pod, client):
         await client.create_sandbox("box")
         assert await pod.wait_ended("code") == 0
         answer = await client.request("GET", "/sandboxes/box")
@@ -101,9 +92,9 @@ async def test_an_idle_sandbox_of_a_pod_expires(directory: Path) -> None:
         assert "idle" in answer.json["error"]["message"]
 
 
-async def test_a_server_exits_after_its_sandbox_and_does_not_come_back(directory: Path) -> None:
+async def test_a_server_exits_after_its_sandbox_and_does_not_come_back(pod_directory: Path) -> None:
     environment = {"FUMEHOOD_SANDBOX_POD_LINGER_SECONDS": "0.2"}
-    async with run_pod(directory, environment=environment) as (pod, client):
+    async with run_pod(pod_directory, environment=environment) as (pod, client):
         await client.create_sandbox("box")
         events = await client.run_code("box", "import os; os._exit(3)")
         assert (events[-1]["status"], events[-1]["state_kept"]) == ("lost", False)
@@ -115,8 +106,8 @@ async def test_a_server_exits_after_its_sandbox_and_does_not_come_back(directory
         assert "This pod has had its sandbox" in pod.read_log("server")
 
 
-async def test_a_pod_ends_when_its_code_container_ends_unused(directory: Path) -> None:
-    async with run_pod(directory) as (pod, client):
+async def test_a_pod_ends_when_its_code_container_ends_unused(pod_directory: Path) -> None:
+    async with run_pod(pod_directory) as (pod, client):
         pod.containers["code"].terminate()
         await pod.wait_ended("code")
         async with asyncio.timeout(10):
@@ -125,8 +116,8 @@ async def test_a_pod_ends_when_its_code_container_ends_unused(directory: Path) -
         assert health.json["status"] == "ended"
 
 
-async def test_every_route_needs_the_token(directory: Path) -> None:
-    async with run_pod(directory) as (pod, client):
+async def test_every_route_needs_the_token(pod_directory: Path) -> None:
+    async with run_pod(pod_directory) as (pod, client):
         await client.create_sandbox("box")
         tried = 0
         async with aiohttp.ClientSession() as session:
@@ -163,9 +154,9 @@ print(found, read > 50, token.decode() in str(os.environ), "1" in os.listdir("/p
 """
 
 
-async def test_code_cannot_read_the_token(directory: Path) -> None:
+async def test_code_cannot_read_the_token(pod_directory: Path) -> None:
     """Neither in files, nor in environments, nor in /proc: other containers have their own processes and mounts."""
-    async with run_pod(directory) as (pod, client):
+    async with run_pod(pod_directory) as (pod, client):
         await client.create_sandbox("box")
         code = _SEARCH.format(reversed=TOKEN[::-1], hidden=str(pod.directory))
         assert await _run(client, code, timeout_seconds=60) == "[] True False True\n"
@@ -177,9 +168,9 @@ async def test_code_cannot_read_the_token(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("own_network", [False, True])
-async def test_code_has_no_network(directory: Path, own_network: bool) -> None:
+async def test_code_has_no_network(pod_directory: Path, own_network: bool) -> None:
     """Whatever the policies of the cluster say: the test's own server on the pod's loopback stands for the network."""
-    async with run_pod(directory, allow_unshare=own_network) as (pod, client):
+    async with run_pod(pod_directory, allow_unshare=own_network) as (pod, client):
         await client.create_sandbox("box")
         port = pod.url.rsplit(":", 1)[1]
         code = f"""
@@ -223,9 +214,9 @@ for family, kind, address in (
     ],
 )
 async def test_a_pod_that_is_not_safe_does_not_start(
-    directory: Path, options: dict[str, object], reason: str
+    pod_directory: Path, options: dict[str, object], reason: str
 ) -> None:
-    pod: Pod = make_pod(directory, **options)
+    pod: Pod = make_pod(pod_directory, **options)
     try:
         pod.start_container("code")
         pod.start_container("server")

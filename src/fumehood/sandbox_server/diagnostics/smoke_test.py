@@ -15,6 +15,7 @@ from fumehood.sandbox_server.host.disks import format_size
 from fumehood.sandbox_server.host.python_runtime import discover_runtime
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.packages import bytecode_cache
+from fumehood.sandbox_server.packages.installer import Installer
 from fumehood.sandbox_server.packages.installer_factory import packages_directory
 from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
@@ -213,6 +214,8 @@ async def _check_packages(supervisor: Supervisor, settings: SandboxServerSetting
     if installer is None:
         advice = "Nothing, if the usual ones are enough; set packages to false to say so."
         return HostFinding("packages", "warning", supervisor.packages_unavailable, advice)
+    if not isinstance(installer, Installer):  # in a pod, which serves no diagnosis
+        return HostFinding("packages", "ok", "installed by the container egress")
     count, size = installer.store.usage()
     stored = f"{count} layers ({format_size(size)}) in {installer.store.path}"
     try:

@@ -70,10 +70,15 @@ def build_policy(network: NetworkPolicy, settings: SandboxServerSettings) -> Egr
     """
     if isinstance(network, NetworkDisabled):
         return None
-    if settings.mode != "namespaces":
+    if settings.mode == "unsafe-degraded":
         raise _refusal_error(
-            f"Mode {settings.mode} has no egress proxy, so a sandbox there gets no allow-list. Ask for a disabled "
+            "Mode unsafe-degraded has no egress proxy, so a sandbox there gets no allow-list. Ask for a disabled "
             "network, or run sandboxes in mode namespaces."
+        )
+    if settings.mode == "pod" and settings.egress_socket is None:
+        raise _refusal_error(
+            "This pod has no container for an egress proxy (egress_socket), so its sandbox gets no allow-list. Ask for "
+            "a disabled network, or add the container `egress` to the pod's template."
         )
     if settings.egress == "off":
         raise _refusal_error(

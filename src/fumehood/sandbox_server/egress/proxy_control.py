@@ -104,26 +104,33 @@ class ProxyProcess:
 async def start_process(configuration: control_messages.ProxyConfiguration) -> ProxyProcess:
     """Start a proxy process: a new interpreter with an empty environment. Raises OSError."""
     control, proxy_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    arguments = (_START_PROGRAM, str(proxy_end.fileno()), json.dumps(_module_paths()))
-    command = [sys.executable, "-I", "-S", "-c", *arguments]
     stderr = os.fdopen(os.memfd_create("stderr", os.MFD_CLOEXEC), "r+b", buffering=0)
-    with proxy_end, open_memory_file(control_messages.encode(configuration)) as stdin:
+    with proxy_end, open_memory_file(control_messages.encode(configuration)) as content:
         try:
-            process = subprocess.Popen(  # noqa: ASYNC220 - it takes a millisecond
-                command,
-                env={name: os.environ[name] for name in _PASSED_ENVIRONMENT if name in os.environ},
-                cwd="/",
-                pass_fds=(proxy_end.fileno(),),
-                stdin=stdin,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                start_new_session=True,
-            )
+            process = spawn_proxy(content, proxy_end.fileno(), stderr)
         except BaseException:
             control.close()
             stderr.close()
             raise
     return ProxyProcess(control, process, stderr)
+
+
+def spawn_proxy(configuration: int, control: int, stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+    """Start a proxy process that reads its configuration, and is controlled, by these descriptors. Raises OSError.
+
+    stderr: None for that of this process.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _START_PROGRAM, str(control), json.dumps(_module_paths())]
+    return subprocess.Popen(  # it takes a millisecond
+        command,
+        env={name: os.environ[name] for name in _PASSED_ENVIRONMENT if name in os.environ},
+        cwd="/",
+        pass_fds=(control,),
+        stdin=configuration,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+        start_new_session=True,
+    )
 
 
 class EgressController:
@@ -139,7 +146,7 @@ class EgressController:
         start_proxy: Callable[[control_messages.ProxyConfiguration], Awaitable[ProxyProcess]] = start_process,
     ) -> None:
         self._settings = settings
-        self._start_proxy = start_proxy
+        self.start_proxy = start_proxy
         self.limits = limits or ProxyLimits(idle_seconds=settings.egress_idle_seconds)
         self._hosts = {
             parse_domain_name(name): str(ipaddress.ip_address(address))
@@ -214,7 +221,8 @@ class EgressController:
         proxy_uid: as root, the user that it switches to.
         """
         self.proxy_uid = proxy_uid
-        if self._settings.egress != "off" and self._settings.mode == "namespaces":
+        has_proxy = self._settings.mode == "namespaces" or self._settings.egress_socket is not None
+        if self._settings.egress != "off" and has_proxy:
             self._ensure_starting()
 
     @property
@@ -256,7 +264,7 @@ class EgressController:
             raise OSError("there is no unprivileged user to run it as")
         ca_certificates = (await self._read_ca_file()).encode("ascii", "replace").decode()
         await self._stop_proxy()
-        process = self._process = await self._start_proxy(
+        process = self._process = await self.start_proxy(
             control_messages.ProxyConfiguration(
                 user=self.proxy_uid,
                 hosts=self._hosts,

@@ -10,7 +10,7 @@ import itertools
 import os
 import signal
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ _MAX_PROCESSES = 256
 _MAX_OUTPUT_BYTES = 4 << 20
 _MIN_FREE_BYTES = 1 << 30  # kept free on the disk, or a twentieth of it
 _WATCH_SECONDS = 0.25
-_UV_ENVIRONMENT = {
+UV_ENVIRONMENT = {
     "HOME": "/tmp",
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -89,6 +89,20 @@ class InstallJail:
         """The path of the interpreter in sandboxes, which installed scripts name."""
         return f"{layout.VIRTUALENV}/bin/python"
 
+    links_path = "/links"
+
+    def inputs_path(self, inputs: Path) -> str:
+        """Return where uv sees the directory of its inputs."""
+        del inputs
+        return "/in"
+
+    def output_path(self, output: Path) -> str:
+        del output
+        return layout.ATTACHED_PACKAGES
+
+    def with_timeout(self, seconds: float) -> "InstallJail":
+        return replace(self, timeout=seconds)
+
     def pyvenv_config(self) -> str:
         """Return the content of pyvenv.cfg."""
         home = "/usr/bin" if self.runtime.prefix is None else f"{layout.PYTHON_PREFIX}/bin"
@@ -106,7 +120,7 @@ class InstallJail:
                 # In the event loop's thread: the kernel kills the jail when the thread that started it ends.
                 process = await asyncio.create_subprocess_exec(
                     *outer_jail_command(pipe.fileno()),
-                    env={**_UV_ENVIRONMENT, **self.index.environment()},
+                    env={**UV_ENVIRONMENT, **self.index.environment()},
                     cwd="/",
                     pass_fds=(pipe.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
@@ -129,7 +143,7 @@ class InstallJail:
         try:
             async with asyncio.timeout(self.timeout):
                 stdout, stderr = await asyncio.gather(
-                    _read_bounded(process.stdout), _read_bounded(process.stderr)
+                    read_bounded(process.stdout), read_bounded(process.stderr)
                 )
                 code = await process.wait()
         except TimeoutError:
@@ -184,7 +198,7 @@ class InstallJail:
         if output is not None:
             mounts["out"], binds["out"] = str(output), layout.ATTACHED_PACKAGES
         if self.index.find_links is not None:
-            mounts["links"], binds["links"] = str(self.index.find_links), "/links"
+            mounts["links"], binds["links"] = str(self.index.find_links), self.links_path
         self._add_network(mounts, binds, environ)
         return {
             "kind": "program",
@@ -217,7 +231,7 @@ class InstallJail:
             environ["SSL_CERT_FILE"] = _CERTIFICATES
 
 
-async def _read_bounded(stream: asyncio.StreamReader) -> bytes:
+async def read_bounded(stream: asyncio.StreamReader) -> bytes:
     """Read to the end and return the first bytes: a reader that stops would block the writer."""
     output = bytearray()
     while chunk := await stream.read(1 << 16):

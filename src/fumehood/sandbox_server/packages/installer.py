@@ -9,8 +9,9 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from fumehood.protocol.sandbox.sandbox_errors import InstallFailed
 from fumehood.sandbox_server import structured_logging
@@ -33,6 +34,39 @@ _CACHE_SECONDS = 24 * 3600  # how long a request gets the same versions without 
 _MAX_BUILDS, _MAX_BUILDS_PER_TENANT = 3, 2
 _PROBE_PACKAGE = "iniconfig"  # small, on most indexes, and not among the packages of sandboxes
 _NEW_CONTAINER = "A new container is needed for other versions."
+
+
+class LayerHandle(Protocol):
+    """A layer in use; it stays until `close`."""
+
+    @property
+    def key(self) -> str: ...
+
+    def share(self) -> "LayerHandle": ...
+
+    def close(self) -> None: ...
+
+
+class PackageInstaller(Protocol):
+    """Provides layers: `Installer` on a host, `PodInstaller` in a pod."""
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Name and version of the packages that every sandbox has."""
+        ...
+
+    @property
+    def installed_count(self) -> int: ...
+    @property
+    def failed_count(self) -> int: ...
+
+    async def provide(
+        self, wanted: Sequence[str], present: Mapping[str, str], *, may_replace: bool, tenant: str = ""
+    ) -> "InstallResult":
+        """As `Installer.provide`."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class TenantLimiter:
@@ -93,7 +127,7 @@ class InstallResult:
     replaced: name -> version of packages in the layer that sandboxes have in another version.
     """
 
-    layer: PackageLayerHandle | None
+    layer: LayerHandle | None
     pins: tuple[PinnedPackage, ...]
     replaced: Mapping[str, str]
 
@@ -151,6 +185,10 @@ class Installer:
         self.installed_count = self.failed_count = 0  # requests for missing packages
         self._limiter = TenantLimiter(_MAX_BUILDS, _MAX_BUILDS_PER_TENANT)
 
+    @property
+    def versions(self) -> Mapping[str, str]:
+        return self.base.versions
+
     async def close(self) -> None:
         """Cancel all builds."""
         tasks = [build.task for build in self._builds.values()]
@@ -200,7 +238,7 @@ class Installer:
 
         An index that does not have the package has answered, which is enough.
         """
-        jail = replace(self._resolver.jail, timeout=seconds)
+        jail = self._resolver.jail.with_timeout(seconds)
         try:
             async with self._staging() as staging:
                 await UvClient(jail, self.base).resolve(

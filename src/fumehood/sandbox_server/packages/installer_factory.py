@@ -17,6 +17,7 @@ from fumehood.sandbox_server.packages.installer import Installer
 from fumehood.sandbox_server.packages.layer_store import LayerStore
 from fumehood.sandbox_server.packages.package_index_config import PackageIndexConfig
 from fumehood.sandbox_server.packages.uv_client import UvClient
+from fumehood.sandbox_server.packages.uv_container import UvContainer
 from fumehood.sandbox_server.settings import SandboxServerSettings
 
 
@@ -65,6 +66,28 @@ def open_installer(
         cgroup_numbers=itertools.count(1),
     )
     return Installer(store, UvClient(jail, BaseEnvironment(find_sandbox_distributions)))
+
+
+def open_container_installer(
+    directory: Path, settings: SandboxServerSettings, *, max_bytes: int
+) -> Installer:
+    """Create the installer of the container `egress`. Raises PythonRuntimeUnavailable, IsolationUnavailable, OSError.
+
+    directory: of this container alone; other users cannot enter it.
+    """
+    directory.mkdir(mode=0o700, exist_ok=True)
+    directory.chmod(0o700)  # whatever the volume's bits are
+    store = LayerStore(directory, max_bytes=max_bytes)
+    store.open()
+    runner = UvContainer(
+        uv=_find_uv(),
+        index=PackageIndexConfig.from_environment(settings.index_url, settings.find_links),
+        scratch=directory,
+        cache=store.cache_directory(None),
+        timeout=settings.install_timeout,
+        max_bytes=max_bytes,
+    )
+    return Installer(store, UvClient(runner, BaseEnvironment(find_sandbox_distributions)))
 
 
 def _find_uv() -> Path:

@@ -5,8 +5,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from fumehood.protocol.sandbox.sandbox_errors import InstallFailed, SandboxGone
 from fumehood.sandbox_server.packages import requirements
-from fumehood.sandbox_server.packages.installer import Installer, InstallResult, ProgressCallback
-from fumehood.sandbox_server.packages.layer_store import PackageLayerHandle, PinnedPackage
+from fumehood.sandbox_server.packages.installer import (
+    InstallResult,
+    LayerHandle,
+    PackageInstaller,
+    ProgressCallback,
+)
+from fumehood.sandbox_server.packages.layer_store import PinnedPackage
 from fumehood.sandbox_server.packages.pip_server import PipRequestServer
 
 _MAX_LAYERS = 32
@@ -14,6 +19,10 @@ NO_INSTALLER = "This server installs no packages; use what is there."
 NO_INSTALL_JAIL = (
     "Packages cannot be installed in mode {mode}: the installer needs namespaces. Put them into the image, or where "
     "the server's own packages are."
+)
+NO_EGRESS_CONTAINER = (
+    "This pod installs no packages: it has no container for that (egress_socket). Put the packages into its image, or "
+    "add the container `egress` to its template."
 )
 
 type AttachLayers = Callable[[list[str]], Awaitable[None]]
@@ -27,12 +36,12 @@ class SandboxPackageManager:
     """
 
     def __init__(
-        self, installer: Installer | None, attach: AttachLayers, *, unavailable: str = NO_INSTALLER
+        self, installer: PackageInstaller | None, attach: AttachLayers, *, unavailable: str = NO_INSTALLER
     ) -> None:
         self._installer = installer
         self._attach = attach
         self._unavailable = unavailable
-        self._layers: list[PackageLayerHandle] = []
+        self._layers: list[LayerHandle] = []
         self._added_versions: dict[str, str] = {}
         self._install_lock = asyncio.Lock()
         self._attach_lock = asyncio.Lock()
@@ -46,7 +55,7 @@ class SandboxPackageManager:
         return (
             self._added_versions
             if self._installer is None
-            else {**self._installer.base.versions, **self._added_versions}
+            else {**self._installer.versions, **self._added_versions}
         )
 
     async def install(self, lines: Sequence[str], on_progress: ProgressCallback) -> list[PinnedPackage]:
@@ -84,7 +93,7 @@ class SandboxPackageManager:
             self._layers.append(layer)
             self._added_versions.update({pin.name: pin.version for pin in provision.pins})
 
-    async def _attach_layer(self, layer: PackageLayerHandle) -> None:
+    async def _attach_layer(self, layer: LayerHandle) -> None:
         if len(self._layers) >= _MAX_LAYERS:
             raise InstallFailed(
                 f"Packages were installed {_MAX_LAYERS} times in this sandbox, the limit; use a new container.",

@@ -4,13 +4,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from fumehood.sandbox_server.packages.base_environment import BaseEnvironment
-from fumehood.sandbox_server.packages.install_jail import InstallJail, UvResult
+from fumehood.sandbox_server.packages.install_jail import UvResult
 from fumehood.sandbox_server.packages.layer_store import PinnedPackage
+from fumehood.sandbox_server.packages.package_index_config import PackageIndexConfig
 
 _MAX_QUOTED = 600
 _MAX_READ = 8000  # of uv's output: the index controls much of it, and regular expressions take time
@@ -49,11 +51,46 @@ class ResolutionFailed(Exception):
         self.has_no_solution = "No solution found" in uv_output
 
 
+class UvRunner(Protocol):
+    """Where uv runs: `InstallJail`, or `UvContainer` in a pod."""
+
+    @property
+    def index(self) -> PackageIndexConfig: ...
+    @property
+    def cache(self) -> Path: ...
+    @property
+    def uid(self) -> int | None: ...
+    @property
+    def timeout(self) -> float: ...
+    @property
+    def max_bytes(self) -> int: ...
+    @property
+    def python(self) -> str: ...
+    @property
+    def links_path(self) -> str: ...
+
+    def inputs_path(self, inputs: Path) -> str:
+        """Return where uv sees the directory of its inputs."""
+        ...
+
+    def output_path(self, output: Path) -> str:
+        """Return where uv sees the directory to install into."""
+        ...
+
+    def pyvenv_config(self) -> str: ...
+
+    def with_timeout(self, seconds: float) -> "UvRunner": ...
+
+    async def run(self, arguments: Sequence[str], inputs: Path, output: Path | None = None) -> UvResult:
+        """Run uv. Raises InstallTimeout, DiskSpaceExhausted, OSError."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class UvClient:
-    """Runs uv in the install jail, with the packages of the base environment as known wheels."""
+    """Runs uv, with the packages of the base environment as known wheels."""
 
-    jail: InstallJail
+    jail: UvRunner
     base: BaseEnvironment
 
     async def resolve(
@@ -75,13 +112,14 @@ class UvClient:
         (inputs / "requirements.in").write_text("\n".join(wanted) + "\n")
         (inputs / "versions.txt").write_text(versions)
         self.base.write_stub_wheels(inputs / "links")
+        seen = self.jail.inputs_path(inputs)
         arguments = [
-            *("pip", "compile", "/in/requirements.in", "--python", self.jail.python),
+            *("pip", "compile", f"{seen}/requirements.in", "--python", self.jail.python),
             *_COMMON_ARGUMENTS,
-            *("--find-links", "/in/links"),
+            *("--find-links", f"{seen}/links"),
             *self._find_links_arguments(),
             *(["--offline"] if offline else []),
-            *(["--constraints", "/in/versions.txt"] if fixed else []),
+            *(["--constraints", f"{seen}/versions.txt"] if fixed else []),
         ]
         result = await self.jail.run(arguments, inputs)
         if result.exit_code != 0:
@@ -99,11 +137,12 @@ class UvClient:
         ]
         (inputs / "pins.txt").write_text("\n".join(lines) + "\n")
         arguments = [
-            *("pip", "install", "--python", self.jail.python, "--target", "/opt/packages", "--no-deps"),
+            *("pip", "install", "--python", self.jail.python),
+            *("--target", self.jail.output_path(output), "--no-deps"),
             *("--only-binary", ":all:", "--require-hashes", "--compile-bytecode", "--color", "never"),
             *self._find_links_arguments(),
             *(["--offline"] if offline else []),
-            *("-r", "/in/pins.txt"),
+            *("-r", f"{self.jail.inputs_path(inputs)}/pins.txt"),
         ]
         return await self.jail.run(arguments, inputs, output)
 
@@ -118,7 +157,7 @@ class UvClient:
         return directory
 
     def _find_links_arguments(self) -> list[str]:
-        return [] if self.jail.index.find_links is None else ["--find-links", "/links"]
+        return [] if self.jail.index.find_links is None else ["--find-links", self.jail.links_path]
 
 
 def parse_pins(text: str) -> list[PinnedPackage]:

@@ -4,7 +4,12 @@ import logging
 from pathlib import Path
 
 from fumehood.protocol.sandbox.sandbox_errors import InvalidSandboxRequest, SandboxServerAtCapacity
-from fumehood.protocol.sandbox.sandbox_messages import MEMORY_TIERS, MemoryTier
+from fumehood.protocol.sandbox.sandbox_messages import (
+    MEMORY_TIERS,
+    MemoryTier,
+    NetworkDisabled,
+    SandboxSpec,
+)
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.settings import SandboxServerSettings
 
@@ -62,13 +67,22 @@ class PodUse:
             )
         logger.warning("Limits are best-effort: nothing limits the memory of the code.")
 
-    def check_memory(self, memory: MemoryTier) -> None:
-        """Raises InvalidSandboxRequest."""
-        if memory != self.memory:
+    def check_spec(self, spec: SandboxSpec, *, has_network: bool) -> None:
+        """Raises InvalidSandboxRequest for what this pod cannot give.
+
+        has_network: the code gets a network namespace of its own, in which the egress proxy can listen.
+        """
+        if spec.memory != self.memory:
             raise InvalidSandboxRequest(
-                f"This pod has {self.memory} of memory and can run no sandbox of {memory}; use a pod that was made for "
-                f"{memory}.",
+                f"This pod has {self.memory} of memory and can run no sandbox of {spec.memory}; use a pod made "
+                f"for {spec.memory}.",
                 param="memory",
+            )
+        if not (has_network or isinstance(spec.network, NetworkDisabled)):
+            raise InvalidSandboxRequest(
+                "This pod cannot confine code to an allow-list: its container runtime lets the code have no network "
+                "namespace of its own. Ask for a disabled network, or use a runtime class that lets it (gVisor).",
+                param="network",
             )
 
     def reserve(self) -> None:

@@ -20,8 +20,12 @@ from fumehood.sandbox_server.host.resource_allocator import SandboxResources, fi
 from fumehood.sandbox_server.inside import framing
 from fumehood.sandbox_server.inside.framing import MessageKind
 from fumehood.sandbox_server.inside.runner import output_limits
-from fumehood.sandbox_server.packages.installer import Installer
-from fumehood.sandbox_server.packages.sandbox_package_manager import NO_INSTALLER, SandboxPackageManager
+from fumehood.sandbox_server.packages.installer import PackageInstaller
+from fumehood.sandbox_server.packages.sandbox_package_manager import (
+    NO_INSTALLER,
+    AttachLayers,
+    SandboxPackageManager,
+)
 from fumehood.sandbox_server.packet_channel import PacketChannel
 from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.execution_queue import ExecutionQueue
@@ -194,9 +198,17 @@ class SandboxInstance:
         self.zygote.send_request({"op": "resize", "number": self.number, **quota}, [self._data_fd])
         return await self._resized
 
-    def offer_packages(self, installer: Installer | None, *, unavailable: str = NO_INSTALLER) -> None:
-        """Set the installer for packages, or the reason why there is none."""
-        self.packages = SandboxPackageManager(installer, self._attach_layers, unavailable=unavailable)
+    def offer_packages(
+        self,
+        installer: PackageInstaller | None,
+        *,
+        unavailable: str = NO_INSTALLER,
+        attach: AttachLayers | None = None,
+    ) -> None:
+        """Set the installer for packages, or the reason why there is none; `attach` replaces mounting them."""
+        self.packages = SandboxPackageManager(
+            installer, attach or self._attach_layers, unavailable=unavailable
+        )
 
     async def _attach_layers(self, layers: list[str]) -> None:
         self._require_data_fd()

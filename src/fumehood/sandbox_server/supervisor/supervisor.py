@@ -31,12 +31,17 @@ from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.packages import requirements
 from fumehood.sandbox_server.packages.installer import (
     NO_PROVISION,
-    Installer,
     InstallResult,
+    PackageInstaller,
     ProgressCallback,
 )
 from fumehood.sandbox_server.packages.installer_factory import open_installer, open_store
-from fumehood.sandbox_server.packages.sandbox_package_manager import NO_INSTALL_JAIL, NO_INSTALLER
+from fumehood.sandbox_server.packages.sandbox_package_manager import (
+    NO_EGRESS_CONTAINER,
+    NO_INSTALL_JAIL,
+    NO_INSTALLER,
+)
+from fumehood.sandbox_server.pod.egress_connection import EgressConnection
 from fumehood.sandbox_server.pod.pod_use import PodUse
 from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.managed_zygote import ManagedZygote, ZygoteStarter
@@ -77,7 +82,7 @@ class Supervisor:
         self._resource_allocator = ResourceAllocator(settings)
         self._shards: list[ManagedZygote] = []
         self._bare_zygote: ManagedZygote | None = None
-        self.installer: Installer | None = None  # None if packages cannot be installed
+        self.installer: PackageInstaller | None = None  # None if packages cannot be installed
         self.packages_unavailable = NO_INSTALLER  # why, then
         self._live: dict[int, SandboxInstance] = {}
         self._pool: deque[SandboxInstance] = deque()
@@ -91,6 +96,7 @@ class Supervisor:
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
+        self._egress_container: EgressConnection | None = None
         self.pod = PodUse(settings) if settings.mode == "pod" else None
         self.on_sandbox_exit: Callable[[SandboxInstance], None] | None = None
         self.on_pod_end: Callable[[], None] | None = None  # may be called more than once
@@ -124,6 +130,7 @@ class Supervisor:
             )
         if self.pod is not None:
             self.pod.open()
+            await self._connect_egress_container()
         await asyncio.to_thread(orphan_cleanup.remove_orphans, self._settings)
         self._resource_allocator.open()
         self.egress.start(
@@ -152,6 +159,21 @@ class Supervisor:
                         self._settings.total_memory_limit(),
                     )
                 )
+
+    async def _connect_egress_container(self) -> None:
+        """Mode `pod`: let another container install packages and run the egress proxy, if there is one."""
+        self.packages_unavailable = NO_EGRESS_CONTAINER if self._settings.packages else NO_INSTALLER
+        if self._settings.egress_socket is None:
+            return
+        connection = await EgressConnection.connect(
+            self._settings.egress_socket, install_timeout=self._settings.install_timeout
+        )
+        self._egress_container = connection
+        self.egress.start_proxy = connection.start_proxy
+        if self._settings.packages and not connection.problem:
+            self.installer = connection
+        elif connection.problem:
+            self.packages_unavailable = f"Packages cannot be installed in this pod: {connection.problem}."
 
     def _open_installer(self, launch: ZygoteLaunchConfig) -> None:
         """Prepare package installs; if that fails, requests for packages are refused with the reason."""
@@ -184,6 +206,8 @@ class Supervisor:
             sandbox.kill("the supervisor is shutting down")
         if self.installer is not None:
             await self.installer.close()
+        if self._egress_container is not None:
+            await self._egress_container.close()
         for managed_zygote in self._zygote_managers():
             await managed_zygote.close()
         for sandbox in [*self._live.values()]:
@@ -315,7 +339,7 @@ class Supervisor:
 
     async def _create(self, spec: SandboxSpec, on_progress: ProgressCallback) -> SandboxInstance:
         if self.pod is not None:
-            self.pod.check_memory(spec.memory)
+            self.pod.check_spec(spec, has_network=self.zygote.info.has_network)
         grant = await self.egress.grant(spec.network)
         provision = await self._install_requirements(spec, on_progress)
         try:
@@ -337,7 +361,7 @@ class Supervisor:
         if self.installer is None:
             raise InstallFailed(self.packages_unavailable, param="requirements")
         wanted = requirements.parse_requirements(spec.requirements)
-        present = self.installer.base.versions
+        present = self.installer.versions
         if missing := requirements.find_unmet(wanted, present):
             on_progress(f"installing {requirements.summarise(missing)}")
         provision = await self.installer.provide(wanted, present, may_replace=True, tenant=spec.tenant)
@@ -351,17 +375,16 @@ class Supervisor:
         on_disk = disks is not None and await disks.has_disk_for(spec.memory)
         # Modules that are already loaded cannot be replaced by other versions.
         bare = self._bare_zygote if provision.replaced and not spec.fresh_interpreter else None
+        fresh = spec.fresh_interpreter or (self.pod is not None and bool(provision.replaced))
         # A pooled sandbox cannot get a disk: its mounts are locked, and Landlock knows the old ones.
-        if not (spec.fresh_interpreter or on_disk or bare):
+        if not (fresh or on_disk or bare):
             pooled = await self._claim_from_pool(shard)
             if pooled is not None:
                 pooled.warm = True
                 self._schedule_refill()
                 return pooled
         sandbox = await self._start_with_retry(
-            _StartRequest(
-                bare or shard, spec.memory, fresh_interpreter=spec.fresh_interpreter, on_disk=on_disk
-            )
+            _StartRequest(bare or shard, spec.memory, fresh_interpreter=fresh, on_disk=on_disk)
         )
         self._refill()
         return sandbox
@@ -529,7 +552,11 @@ class Supervisor:
                     self._numbers.__next__,
                 )
                 undo.callback(sandbox.close_connections)
-                sandbox.offer_packages(self.installer, unavailable=self.packages_unavailable)
+                sandbox.offer_packages(
+                    self.installer,
+                    unavailable=self.packages_unavailable,
+                    attach=None if self._egress_container is None else self._egress_container.attach_layers,
+                )
                 plan = self._resource_allocator.build_plan(
                     resources, memory=request.memory, fresh_interpreter=request.fresh_interpreter
                 )

@@ -163,7 +163,8 @@ class Subreaper:
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
             if self._alive_fd >= 0:
                 os.close(self._alive_fd)
-            plan = plan._replace(read_only=[*plan.read_only, *_python_paths()])
+            runner = [layout.IMPORT_ROOT] if plan.fresh_interpreter else []
+            plan = plan._replace(read_only=[*plan.read_only, *_python_paths(), *runner])
             interpreter_entrypoint.run_interpreter(
                 plan,
                 self._seccomp_program,
