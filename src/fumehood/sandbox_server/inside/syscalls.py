@@ -183,7 +183,11 @@ def drop_all_privileges() -> None:
 
 def keep_capabilities(mask: int) -> None:
     """Keep only these permitted capabilities in effect; none is inherited by other programs."""
-    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    try:
+        prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel without ambient capabilities, as gVisor
+            raise
     header = struct.pack("=II", _CAPABILITY_VERSION_3, 0)
     low, high = mask & 0xFFFFFFFF, mask >> 32
     # Two halves of effective, permitted and inheritable.

@@ -28,6 +28,14 @@ NAMESPACE_FLAGS = os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_
 _MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV
 
 
+# gVisor has what these limit in its own, bounded memory, and does not let anybody set them.
+_NOT_IN_GVISOR = (
+    *(resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_SIGPENDING),
+    *(resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK),
+)
+_GVISOR_MARK = "/proc/sentry-meminfo"
+
+
 class JailPlan(NamedTuple):
     """The jail that the supervisor asks for, sent over the sandbox's own channel.
 
@@ -220,7 +228,11 @@ def set_resource_limits(plan: JailPlan) -> None:
         _, ceiling = resource.getrlimit(kind)
         if ceiling != resource.RLIM_INFINITY and hard > ceiling:
             soft, hard = min(soft, ceiling), ceiling
-        resource.setrlimit(kind, (soft, hard))
+        try:
+            resource.setrlimit(kind, (soft, hard))
+        except ValueError:
+            if kind not in _NOT_IN_GVISOR or not os.path.exists(_GVISOR_MARK):
+                raise
 
 
 def apply_restrictions(plan: JailPlan, seccomp_program: bytes) -> None:
