@@ -1,6 +1,6 @@
 """Pods whose containers run in one gVisor sandbox, started by `runsc` as the containerd shim starts them.
 
-FUMEHOOD_RUNSC names the program (`runsc`), FUMEHOOD_RUNSC_PLATFORM its platform (`systrap`, or `ptrace` of old versions).
+FUMEHOOD_RUNSC names the program, FUMEHOOD_RUNSC_PLATFORM its platform (`systrap`, or `ptrace` of old versions).
 """
 
 import asyncio
