@@ -1,6 +1,7 @@
 """Spans and metrics of evaluations, and the content that they must not hold."""
 
 import contextlib
+import gc
 import json
 import logging
 import subprocess
@@ -348,6 +349,28 @@ def test_whatever_ends_an_evaluation_ends_its_spans(recorded: TelemetryRecorder)
     with pytest.raises(PromptEvaluationError):
         recorded.evaluate(prompt(), failed)
     assert recorded.error_types() == ["PromptEvaluationError", "failed"]
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_stream_that_is_left_early_is_cancelled(recorded: TelemetryRecorder, is_dropped: bool) -> None:
+    def read_one(events: Any) -> None:
+        with contextlib.nullcontext() if is_dropped else events:
+            events.__enter__()
+            next(events)
+
+    async def read_one_of(events: Any) -> None:
+        await events.__aenter__()
+        await anext(events)
+        if not is_dropped:
+            await events.aclose()
+
+    recorded.stand_in.script(*[response(message("done"))] * 2)
+    adapter = recorded.stand_in.adapter(observer=recorded.telemetry())
+    read_one(adapter.stream(prompt()))
+    recorded.stand_in.loop.run(read_one_of(adapter.astream(prompt())))
+    gc.collect()
+    assert recorded.error_types() == ["cancelled"] * 4
+    assert {span.status.status_code for span in recorded.spans()} == {StatusCode.ERROR}
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_a_streamed_turn_that_plots_and_the_next_one(gateway: RunningGateway) ->
 
 
 def test_a_blocking_call_has_every_field(gateway: RunningGateway) -> None:
-    gateway.model.script(code_call("6 * 7"), text_answer("42"))
+    gateway.model.script(code_call("print('It is'); 6 * 7"), text_answer("42"))
     response = gateway.strict.responses.create(model="scripted", input="6 * 7?", tools=[INTERPRETER])
     assert response.status == "completed"
     assert response.output_text == "42"
@@ -125,7 +125,7 @@ def test_a_blocking_call_has_every_field(gateway: RunningGateway) -> None:
     assert function["name"] == "code_interpreter"
     assert function["parameters"]["required"] == ["code"]
     assert read.json["messages"][-1]["role"] == "tool"
-    assert read.json["messages"][-1]["content"] == "42"
+    assert read.json["messages"][-1]["content"] == "It is\n42"
 
 
 def test_two_calls_in_one_turn(gateway: RunningGateway) -> None:

@@ -175,6 +175,9 @@ async def test_closing_ends_a_start_and_tells_those_who_wait(
     assert children_named("sandbox") == []
 
 
+FAILED_START = "Could not start the sandbox server on this host: %s"
+
+
 async def until_dead(local: LocalSandboxProvider) -> None:
     while local.server_pid is not None:
         await asyncio.sleep(0.01)
@@ -192,18 +195,28 @@ def children_named(word: str) -> list[int]:
     return found
 
 
-async def test_why_it_cannot_start(tmp_path: Path) -> None:
-    nowhere = LocalServerSettings(mode="pod", options=("--guest-socket", str(tmp_path / "none")))
+async def test_why_it_cannot_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    token = tmp_path / "token"
+    token.write_text("t" * 40)
+    token.chmod(0o600)
+    nowhere = LocalServerSettings(
+        mode="pod",
+        options=("--guest-socket", str(tmp_path / "none"), "--token-file", str(token)),
+        environment={"FUMEHOOD_SANDBOX_START_TIMEOUT": "0.1"},
+    )
     provider = LocalSandboxProvider(nowhere)
     for _ in range(2):  # each caller tries again
-        with pytest.raises(SandboxServerUnreachable, match="Start the code container first") as caught:
+        with pytest.raises(SandboxServerUnreachable, match="Start the code container") as caught:
             await provider.create(SandboxSpec())
         assert "This host cannot isolate code, so the server does not start." in str(caught.value)
     await provider.close()
+    assert [record.msg for record in caplog.records] == [FAILED_START] * 2
+    caplog.clear()
     with pytest.raises(SandboxServerUnreachable, match="No such option"):
         await LocalSandboxProvider(LocalServerSettings(options=("--no-such-option",))).start()
     with pytest.raises(SandboxServerUnreachable, match=r"not ready within 0\.01 s"):
         await LocalSandboxProvider(LocalServerSettings(start_timeout=0.01)).start()
+    assert caplog.records == []  # who starts it reports why it did not
     assert children_named("sandbox") == []
 
 

@@ -115,6 +115,7 @@ class LocalSandboxProvider:
         self._start_task: asyncio.Task[_ServerProcess] | None = None
         self._earlier_failures = 0  # of the servers before this one
         self._closed = False
+        self._logs_failures = True
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -124,7 +125,12 @@ class LocalSandboxProvider:
         await self.close()
 
     async def start(self) -> None:
-        await self._running_server()
+        """Start the server now. Raises SandboxServerUnreachable, which is then not logged."""
+        self._logs_failures = False
+        try:
+            await self._running_server()
+        finally:
+            self._logs_failures = True
 
     async def create(self, spec: SandboxSpec, name: str | None = None) -> SandboxRef:
         return await (await self._running_server()).remote.create(spec, name)
@@ -201,7 +207,11 @@ class LocalSandboxProvider:
 
     def _on_start_done(self, start_task: "asyncio.Task[_ServerProcess]") -> None:
         self._start_task = None
-        if not start_task.cancelled() and (error := start_task.exception()) is not None:
+        if (
+            not start_task.cancelled()
+            and (error := start_task.exception()) is not None
+            and self._logs_failures
+        ):
             # Logged here, since the caller may have stopped waiting.
             logger.warning("Could not start the sandbox server on this host: %s", error)
 

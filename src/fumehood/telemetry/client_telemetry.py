@@ -4,6 +4,7 @@ Evaluations, requests and functions of the prompt are spans. Tools that the prov
 span, because the client does not know when they started.
 """
 
+import asyncio
 import json
 import logging
 import os
@@ -64,6 +65,9 @@ REQUEST_ID = "fumehood.request.id"
 
 _W3C = TraceContextTextMapPropagator()
 _log = logging.getLogger(__name__)
+
+# Of a task; and of a stream that is closed before its end.
+_CANCELLATIONS = (asyncio.CancelledError, GeneratorExit)
 
 type Attributes = dict[str, str | int | float | bool | Sequence[str]]
 
@@ -313,7 +317,7 @@ class _SpanStep:
 
     def record_exception(self, error: BaseException) -> None:
         """Record the type of the error, and not its message, which may hold content."""
-        self.set_error(type(error).__name__)
+        self.set_error("cancelled" if isinstance(error, _CANCELLATIONS) else type(error).__name__)
         status = getattr(error.__cause__, "status_code", None)
         if isinstance(status, int):
             self.span.set_attribute("http.response.status_code", status)

@@ -81,6 +81,10 @@ class EvaluationStream[Out](_StreamState[Out]):
             raise StopIteration
         return emitted.event
 
+    def __del__(self) -> None:
+        """Close a dropped stream in its own context, not in that of whoever runs when it is collected."""
+        self.close()
+
     def get_final_response(self) -> PromptResponse[Out]:
         """Read the stream to its end, and return the answer."""
         for _ in self:
@@ -134,6 +138,11 @@ class AsyncEvaluationStream[Out](_StreamState[Out]):
             await self.aclose()
             raise StopAsyncIteration
         return emitted.event
+
+    def __del__(self) -> None:
+        """As of EvaluationStream; but connections of the request are left to the garbage collector."""
+        if not self._is_closed:
+            self._context.run(self._runner.close)
 
     async def get_final_response(self) -> PromptResponse[Out]:
         """Read the stream to its end, and return the answer."""

@@ -3,7 +3,6 @@
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from contextvars import ContextVar
 from weakref import WeakKeyDictionary
 
@@ -112,7 +111,6 @@ def hold_conversation[T](
         try:
             return (yield from steps)
         finally:
-            with suppress(ValueError):  # the garbage collector closes a dropped stream in another context
-                _held_locks.reset(before)
+            _held_locks.reset(before)
     finally:
         lock.release(ticket)

@@ -83,11 +83,19 @@ class SandboxServer(WebServer):
 
     @override
     async def serve(self, on_ready: Callable[[], None]) -> None:
+        has_started = False
+
+        def ready() -> None:
+            nonlocal has_started
+            has_started = True
+            on_ready()
+
         try:
-            await super().serve(on_ready)
+            await super().serve(ready)
         finally:
             self._listener.close()
-            structured_logging.log_event("stopped")
+            if has_started:
+                structured_logging.log_event("stopped")
 
 
 def _render_connection_refusal(status: int, reason: str) -> bytes:
