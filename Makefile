@@ -41,7 +41,7 @@ endif
 $(STAMP): pyproject.toml uv.lock .python-version src/fumehood/__init__.py $(SETUP)
 	@$(SETUP)
 
-.PHONY: help setup setup-clients demo test test-313 test-busy test-wheel test-openai-floor test-mutations test-slow test-clients test-phoenix test-kubernetes check format-check lint types imports fmt bench bench-sandbox bench-warm-start bench-gateway bench-check images lock clean
+.PHONY: help setup setup-clients demo test test-313 test-busy test-wheel test-openai-floor test-mutations test-slow test-clients test-phoenix test-kubernetes check format-check lint types imports fmt bench bench-sandbox bench-warm-start bench-gateway bench-check bench-kubernetes images lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -107,11 +107,15 @@ $(PHOENIX)/bin/phoenix: | $(STAMP)
 test-phoenix: $(PHOENIX)/bin/phoenix ## Test what arize-phoenix makes of the gateway's spans
 	@$(RUN) python -m pytest -m slow tests/e2e/test_phoenix.py $(ARGS)
 
-# Needs root, Go, containerd and some minutes; outside of continuous integration. The cluster's logs stay in .kubernetes.
+# Needs root, Go, buildah and containerd, and takes half an hour, so it is outside of continuous integration. The logs stay
+# in .kubernetes.
 CLUSTER := python -m tools.kubernetes_cluster
-test-kubernetes: $(STAMP) ## Run the tests that need Kubernetes, in a real cluster of one node made for them
-	@$(RUN) sh -c 'trap "$(CLUSTER) down" EXIT; trap exit INT TERM; $(CLUSTER) up && \
-		$(CLUSTER) run python -m pytest -m cluster -n 0 tests/cluster $(ARGS)'
+define in_cluster
+	@$(RUN) sh -c 'trap "$(CLUSTER) down" EXIT; trap exit INT TERM; \
+		$(CLUSTER) up && $(CLUSTER) load .images/gateway.tar .images/sandbox.tar && $(CLUSTER) run "$$@"' sh $(1)
+endef
+test-kubernetes: $(STAMP) images ## Run the tests that need Kubernetes, in a real cluster of one node made for them
+	$(call in_cluster,python -m pytest -m cluster -n 0 tests/cluster $(ARGS))
 
 check: format-check lint types imports test ## Format, lint, types, imports, tests: run before every commit
 
@@ -161,6 +165,9 @@ bench-check: $(BENCH_STAMP) ## Fail if ratios fell behind the best so far (ARGS=
 images: $(STAMP) ## Build the images, and run them (as root, with buildah and containerd)
 	@deploy/images/build.sh
 	@$(RUN) python -m pytest -m images tests/deploy/test_images.py -n 0 $(ARGS)
+
+bench-kubernetes: $(STAMP) images ## Measure claims in a real cluster of one node
+	$(call in_cluster,python -m benchmarks.kubernetes $(ARGS))
 
 lock: ## Bring uv.lock up to date with pyproject.toml
 	@env -u UV_DEFAULT_INDEX -u UV_INDEX -u UV_INDEX_URL -u UV_EXTRA_INDEX_URL $(SETUP) uv lock

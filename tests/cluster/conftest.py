@@ -8,11 +8,16 @@ import pytest
 
 from tests.support.kubectl import Kubectl, find_cluster
 
+# Pods start slowly on a busy machine, and each module makes its own.
+_TIMEOUT = 900
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.cluster)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(_TIMEOUT))
 
 
 @pytest.fixture(scope="module")

@@ -125,10 +125,11 @@ def run_gateway(
 class ScriptedModelServer:
     """A chat completions server in a thread of its own; `script` is what it answers with, one after another.
 
-    model_list: what a gateway gets that asks for its models, at the start.
+    model_list: what a gateway gets that asks for its models, at the start. host: the address that it serves on.
     """
 
-    def __init__(self, model_list: bytes = b'{"object":"list","data":[]}') -> None:
+    def __init__(self, model_list: bytes = b'{"object":"list","data":[]}', host: str = "127.0.0.1") -> None:
+        self._host = host
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._chat = RawModelServer(deque(), model_list)
@@ -144,8 +145,8 @@ class ScriptedModelServer:
         self._thread.join()
 
     def _run(self) -> None:
-        server = self._loop.run_until_complete(asyncio.start_server(self._chat.serve, "127.0.0.1", 0))
-        self._chat.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        server = self._loop.run_until_complete(asyncio.start_server(self._chat.serve, self._host, 0))
+        self._chat.url = f"http://{self._host}:{server.sockets[0].getsockname()[1]}/v1"
         self._ready.set()
         self._loop.run_forever()
         for writer in list(self._chat.writers):

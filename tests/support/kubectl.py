@@ -22,7 +22,7 @@ class Kubectl:
     """For the cluster that KUBECONFIG names."""
 
     namespace: str = "default"
-    timeout: float = 120
+    timeout: float = 400
 
     def for_namespace(self, namespace: str) -> "Kubectl":
         return replace(self, namespace=namespace)
@@ -52,6 +52,15 @@ class Kubectl:
     def wait(self, target: str, condition: str, seconds: float = 60) -> None:
         """target: such as `pod/name`. condition: what `kubectl wait --for` takes."""
         self.run("wait", target, f"--for={condition}", f"--timeout={seconds:g}s")
+
+    def wait_for_rollout(self, deployment: str, seconds: float) -> None:
+        """Fails with what its pods say."""
+        try:
+            self.run("rollout", "status", f"deployment/{deployment}", f"--timeout={seconds:g}s")
+        except KubectlError as error:
+            described = self.run("describe", "pods")
+            logs = self.run("logs", f"deployment/{deployment}", "--all-containers", "--tail=50")
+            raise KubectlError(f"{error}\n{described}\n{logs}") from error
 
     def delete(self, target: str) -> None:
         """Return once it is gone."""

@@ -102,12 +102,16 @@ def sdist(name: str, version: str, marker: str) -> IndexFile:
 
 @dataclass
 class FakePackageIndex:
-    """Serves until it is closed; `asked` are the paths that were asked for; `hold` makes downloads wait."""
+    """Serves until it is closed; `asked` are the paths that were asked for; `hold` makes downloads wait.
+
+    host: the address that it serves on.
+    """
 
     files: dict[str, dict[str, IndexFile]] = field(default_factory=dict[str, dict[str, IndexFile]])
     asked: list[str] = field(default_factory=list[str])
     credentials: str | None = None  # "user:password", if it wants any
     hold: threading.Event | None = None
+    host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
         index = self
@@ -125,7 +129,7 @@ class FakePackageIndex:
             def log_message(self, format: str, *args: object) -> None:
                 del format, args
 
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = http.server.ThreadingHTTPServer((self.host, 0), Handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
@@ -137,7 +141,7 @@ class FakePackageIndex:
     @property
     def url(self) -> str:
         user = f"{self.credentials}@" if self.credentials else ""
-        return f"http://{user}127.0.0.1:{self.port}/simple"
+        return f"http://{user}{self.host}:{self.port}/simple"
 
     def add(self, *files: IndexFile) -> None:
         for file in files:

@@ -150,12 +150,17 @@ def _import_program(layout: Layout, program: Path, name: str) -> None:
 
 
 def _install_agent_sandbox(layout: Layout, binaries: Binaries) -> None:
-    """Its own manifests, with the image that was built here."""
+    """Its own manifests, with the image that was built here; there is one replica, so no leader is elected."""
     directory = layout.config / "agent-sandbox"
     shutil.copytree(binaries.manifests, directory / "release")
-    image = {"op": "replace", "path": "/spec/template/spec/containers/0/image", "value": _CONTROLLER_IMAGE}
-    patch = {"target": {"kind": "Deployment"}, "patch": json.dumps([image])}
-    overlay = {"resources": ["release"], "patches": [patch]}
+    container = "/spec/template/spec/containers/0"
+    patch = [
+        {"op": "replace", "path": f"{container}/image", "value": _CONTROLLER_IMAGE},
+        {"op": "test", "path": f"{container}/args/0", "value": "--leader-elect=true"},
+        {"op": "replace", "path": f"{container}/args/0", "value": "--leader-elect=false"},
+    ]
+    patches = [{"target": {"kind": "Deployment"}, "patch": json.dumps(patch)}]
+    overlay = {"resources": ["release"], "patches": patches}
     (directory / "kustomization.yaml").write_text(json.dumps(overlay))
     # The CRDs are too large for the annotation of a client-side apply.
     run_kubectl(layout, "apply", "--server-side", "--kustomize", str(directory))

@@ -139,6 +139,8 @@ def _etcd(layout: Layout, binaries: Binaries) -> list[str]:
         f"--listen-peer-urls={peer}",
         f"--initial-advertise-peer-urls={peer}",
         f"--initial-cluster={NODE_NAME}={peer}",
+        # Nothing in it is worth keeping, and a busy disk would hold up everything.
+        "--unsafe-no-fsync",
     ]
 
 

@@ -103,6 +103,9 @@ def _prepare(layout: Layout) -> None:
     for controller in _controllers():
         group = controller / layout.cgroup
         group.mkdir(exist_ok=True)
+        shares = group / "cpu.shares"
+        if shares.exists():  # version 1: as much as kubelet gives to the pods of a node of this size
+            shares.write_text(str(1024 * (os.cpu_count() or 1)))
 
 
 def _cover(directory: Path) -> None:
