@@ -141,6 +141,7 @@ def test_variables_of_others_are_left_alone() -> None:
         ("- a", "should hold sections such as"),
         ("a: [", "is not YAML at line 1"),
         ("\tserver: {}", "is not YAML at line 1"),
+        ("a: " + "[" * 5000 + "]" * 5000, "is nested too deeply."),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused(file: Path, text: str, said: str) -> None:

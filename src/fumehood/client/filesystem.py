@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from fumehood.client.errors import WorkspaceSecurityError
+from fumehood.client.type_validation import require_type
 
 
 @runtime_checkable
@@ -185,6 +186,7 @@ class HostFilesystem(_TextMethods):
     """A local directory. Symbolic links that lead out of it are treated as missing."""
 
     def __init__(self, root: os.PathLike[str] | str) -> None:
+        require_type(root, os.PathLike[str] | str, "root")
         self.root = Path(root).resolve()
 
     def read(self, path: str) -> bytes:

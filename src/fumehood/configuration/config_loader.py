@@ -191,6 +191,8 @@ def parse_yaml(text: str, file: Path, example: str) -> dict[str, Any]:
         line = "" if mark is None else f" at line {mark.line + 1}"
         problem = getattr(error, "problem", None) or "it cannot be read"
         raise ConfigError(f"{file} is not YAML{line}: {problem}.{_advise_toml(file)}") from None
+    except RecursionError:
+        raise ConfigError(f"{file} is nested too deeply.") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file} should hold {example}.{_advise_toml(file)}")
     return cast("dict[str, Any]", content)
