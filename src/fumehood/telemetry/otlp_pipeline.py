@@ -42,6 +42,7 @@ from fumehood.telemetry.semantic_conventions import (
     read_capture_targets,
 )
 from fumehood.telemetry.span_emitter import SpanEmitter
+from fumehood.telemetry.span_encoding import use_in_place_encoding
 from fumehood.telemetry.trace_context import TraceContextPropagator
 
 EMIT_EVENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_EMIT_EVENT"
@@ -191,6 +192,7 @@ class OtlpPipeline:
         exporter = OTLPSpanExporter(
             endpoint=self._endpoint_of("traces"), session=self._create_session("traces")
         )
+        use_in_place_encoding()
         provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(exporter))
         self._shutdowns.append((provider.shutdown, exporter))
