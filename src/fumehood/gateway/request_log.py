@@ -1,6 +1,6 @@
 """The request log: one line per request, without content.
 
-Lines are written in batches: writing each through `logging` costs as much CPU as a short response.
+Lines are made and written in batches: writing each through `logging` costs as much CPU as a short response.
 """
 
 import asyncio
@@ -36,14 +36,13 @@ class BufferedRequestLog:
     def __init__(self, write: Callable[[str], object], log_format: LogFormat) -> None:
         self._write = write
         self._format_line = _format_json if log_format == "json" else _format_text
-        self._lines: list[str] = []
+        self._requests: list[tuple[datetime, str, Mapping[str, LogValue]]] = []
         self._timer: asyncio.TimerHandle | None = None
 
     def __call__(self, level: int, fields: Mapping[str, LogValue]) -> None:
         if not logger.isEnabledFor(level):
             return
-        when = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._lines.append(self._format_line(when, "warning" if level > logging.INFO else "info", fields))
+        self._requests.append((datetime.now(UTC), "warning" if level > logging.INFO else "info", fields))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self.flush)
 
@@ -51,20 +50,24 @@ class BufferedRequestLog:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._lines:
-            lines, self._lines = self._lines, []
-            self._write("".join(lines))
+        requests, self._requests = self._requests, []
+        if requests:
+            self._write("".join([self._format_line(*request) for request in requests]))
 
 
-def _format_json(when: str, level: str, fields: Mapping[str, LogValue]) -> str:
-    line = {"time": when, "level": level, "event": "request", **fields}
+def _format_json(when: datetime, level: str, fields: Mapping[str, LogValue]) -> str:
+    line = {"time": _format_time(when), "level": level, "event": "request", **fields}
     return msgspec.json.encode(line).decode() + "\n"
 
 
-def _format_text(when: str, level: str, fields: Mapping[str, LogValue]) -> str:
+def _format_text(when: datetime, level: str, fields: Mapping[str, LogValue]) -> str:
     """Quote values where needed, so that no value can forge a line or a field."""
     pairs = [f"{name}={_quote_value(value)}" for name, value in fields.items() if value is not None]
-    return f"{when} {level:7} request {' '.join(pairs)}\n"
+    return f"{_format_time(when)} {level:7} request {' '.join(pairs)}\n"
+
+
+def _format_time(when: datetime) -> str:
+    return when.isoformat(timespec="milliseconds")
 
 
 def _quote_value(value: LogValue) -> str:

@@ -40,6 +40,7 @@ _MAX_LENIENT_BYTES = 1 << 20  # the lenient decoder is slow
 EVENT_COST = 1 << 10  # what an ignored event counts in addition to its bytes
 _LINE_COST = 1 << 6  # what a line of an event counts in addition to its bytes
 _BOM = b"\xef\xbb\xbf"
+_short_text_decoder = msgspec.json.Decoder(Annotated[str, Meta(min_length=1, max_length=256)])
 
 
 class MalformedOutput(ValueError):
@@ -336,7 +337,7 @@ def split_large_deltas(events: Sequence[AnyModelEvent]) -> Iterator[Sequence[Any
 def decode_short_text(raw: msgspec.Raw) -> str | None:
     """A short text that a server reports, such as an id; None for anything else."""
     try:
-        return msgspec.json.decode(raw, type=Annotated[str, Meta(min_length=1, max_length=256)])
+        return _short_text_decoder.decode(raw)
     except (ValueError, RecursionError):
         return None
 
