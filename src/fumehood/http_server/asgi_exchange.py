@@ -40,6 +40,10 @@ class DirectWriter(Protocol):
         """Write a complete response."""
         ...
 
+    def start_chunks(self, status: int, headers: Headers, body: bytes) -> bool:
+        """Start a response of unknown length, with its first chunk."""
+        ...
+
     def write_chunk(self, body: bytes | bytearray) -> bool:
         """Write a chunk of a response of unknown length."""
         ...

@@ -205,6 +205,10 @@ class _FrameWriter:
         del status, headers, body
         return False
 
+    def start_chunks(self, status: int, headers: Headers, body: bytes) -> bool:
+        del status, headers, body
+        return False
+
     def write_chunk(self, body: bytes | bytearray) -> bool:
         protocol = self._protocol
         if not protocol.writable.is_set() or protocol.disconnected or protocol.conn.state is not State.OPEN:

@@ -422,19 +422,36 @@ class _CycleWriter:
     def write_response(self, status: int, headers: Headers, body: bytes) -> bool:
         """One write, which takes half the CPU time of two."""
         cycle = self._cycle
-        if cycle.response_started or cycle.flow.write_paused or _is_disconnected(cycle):
+        if not self._can_start(body):
             return False
-        if len(body) > _MAX_DIRECT_BYTES or cycle.scope["method"] == "HEAD":
-            return False
-        lines = b"".join([b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)])
-        closing = b"" if cycle.keep_alive else b"connection: close\r\n"
         cycle.response_started = cycle.response_complete = True
-        cycle.transport.write(b"%b%b%b\r\n%b" % (STATUS_LINE[status], lines, closing, body))
+        cycle.transport.write(b"%b\r\n%b" % (self._encode_head(status, headers), body))
         cycle.message_event.set()
         if not cycle.keep_alive:
             cycle.transport.close()
         cycle.on_response()
         return True
+
+    def start_chunks(self, status: int, headers: Headers, body: bytes) -> bool:
+        """One write, too."""
+        cycle = self._cycle
+        if not body or cycle.scope["http_version"] != "1.1" or not self._can_start(body):
+            return False
+        cycle.response_started = cycle.chunked_encoding = True
+        head = self._encode_head(status, headers)
+        cycle.transport.write(b"%btransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (head, len(body), body))
+        return True
+
+    def _can_start(self, body: bytes) -> bool:
+        cycle = self._cycle
+        if cycle.response_started or cycle.flow.write_paused or _is_disconnected(cycle):
+            return False
+        return len(body) <= _MAX_DIRECT_BYTES and cycle.scope["method"] != "HEAD"
+
+    def _encode_head(self, status: int, headers: Headers) -> bytes:
+        cycle = self._cycle
+        lines = b"".join([b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)])
+        return b"%b%b%b" % (STATUS_LINE[status], lines, b"" if cycle.keep_alive else b"connection: close\r\n")
 
     def write_chunk(self, body: bytes | bytearray) -> bool:
         cycle = self._cycle

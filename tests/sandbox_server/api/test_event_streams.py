@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from fumehood.http_server import web_server
+from fumehood.http_server.asgi_exchange import Headers
 from tests.support.sandbox_runs import settings
 from tests.support.sandbox_server import RunningServer, SandboxApiClient, run_server
 from tests.support.waiting import wait_until
@@ -66,6 +68,30 @@ async def read_rest(events: AsyncGenerator[Any]) -> list[Any]:
 
 async def signal_go(client: SandboxApiClient) -> None:
     assert (await client.request("PUT", "/sandboxes/box/files/go", b"")).status == 200
+
+
+async def test_output_that_comes_at_once_is_sent_with_the_headers(
+    client: SandboxApiClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[tuple[bool, bytes]] = []
+    module: Any = web_server
+    start_chunks = module._CycleWriter.start_chunks
+
+    def recorded_start(self: Any, status: int, headers: Headers, body: bytes) -> bool:
+        starts.append((start_chunks(self, status, headers, body), body))
+        return starts[-1][0]
+
+    monkeypatch.setattr(module._CycleWriter, "start_chunks", recorded_start)
+    events = await client.run_code("box", "print(1)", execution_id="quick")
+    async with follow(client, "quick") as response:
+        assert await read_rest(read_lines(response)) == events
+    async with follow(client, "quick", after=len(events) - 1) as response:
+        assert await read_rest(read_lines(response)) == []
+
+    _, (was_sent, body), after_the_end = starts
+    assert was_sent
+    assert [json.loads(line) for line in body.splitlines()] == events
+    assert after_the_end == (False, b"")
 
 
 async def test_events_come_while_the_code_runs(client: SandboxApiClient) -> None:

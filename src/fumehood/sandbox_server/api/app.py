@@ -255,7 +255,9 @@ class SandboxServerApp:
             return
         if not execution.event_log:
             await execution.wait_for_events(_FIRST_EVENT_WAIT)
-        await exchange.start_event_stream(execution.id)
+        first = execution.next_batch(after + 1)
+        await exchange.start_event_stream(execution.id, _encode_lines(first))
+        after += len(first)
         timeout = min(_DISCONNECT_CHECK_AFTER, self._keepalive_seconds)
         disconnect: asyncio.Task[None] | None = None
         silent = 0.0

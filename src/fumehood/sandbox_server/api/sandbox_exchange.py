@@ -9,8 +9,10 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 
 from fumehood.http_server.asgi_exchange import (
+    DIRECT_WRITER,
     JSON_CONTENT_TYPE,
     AsgiExchange,
+    DirectWriter,
     Headers,
     Receive,
     Scope,
@@ -67,12 +69,13 @@ class RequestTimeout(InvalidSandboxRequest):
 class SandboxExchange(AsgiExchange):
     """Reads the request and writes the response."""
 
-    __slots__ = ("_query", "scope", "started")
+    __slots__ = ("_direct_writer", "_query", "scope", "started")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         super().__init__(scope, receive, send)
         self.scope = scope
         self.started = False
+        self._direct_writer: DirectWriter | None = scope.get(DIRECT_WRITER)
         self._query: dict[str, str] | None = None
 
     # ---- the request ------------------------------------------------------------------------------------------
@@ -182,8 +185,15 @@ class SandboxExchange(AsgiExchange):
             200, [PROTOCOL_VERSION_HEADER, (b"content-type", b"application/octet-stream"), *length]
         )
 
-    async def start_event_stream(self, execution_id: str) -> None:
-        await self.start_response(200, [*_NDJSON_HEADERS, (EXECUTION_HEADER.encode(), execution_id.encode())])
+    async def start_event_stream(self, execution_id: str, first: bytes = b"") -> None:
+        """Start an NDJSON response, with the first lines if there are some: both in one packet where possible."""
+        headers = [*_NDJSON_HEADERS, (EXECUTION_HEADER.encode(), execution_id.encode())]
+        if self._direct_writer is not None and self._direct_writer.start_chunks(200, headers, first):
+            self.started = True
+            return
+        await self.start_response(200, headers)
+        if first:
+            await self.send(first)
 
     async def send_error(self, error: SandboxError, extra: Headers | None = None) -> None:
         headers: Headers = [PROTOCOL_VERSION_HEADER, *(extra or [])]

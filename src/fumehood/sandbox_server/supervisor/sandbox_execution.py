@@ -189,7 +189,7 @@ class SandboxExecution:
         number = after + 1
         while True:
             if number < len(self.event_log):
-                batch = self._next_batch(number)
+                batch = self.next_batch(number)
                 number += len(batch)
                 yield batch
             elif self.has_ended:
@@ -199,8 +199,8 @@ class SandboxExecution:
                 if number >= len(self.event_log) and not self.has_ended:
                     yield []
 
-    def _next_batch(self, number: int) -> list[ExecutionEvent]:
-        """A bounded batch: a slow reader does not get the whole log at once."""
+    def next_batch(self, number: int) -> list[ExecutionEvent]:
+        """The log from this number on, up to a bound: a slow reader gets it bit by bit."""
         size = 0
         for last in range(number, len(self.event_log)):
             size += estimate_memory(self.event_log[last])
