@@ -1,7 +1,7 @@
 """Generates tests/deploy/kubernetes_schemas.json: JSON Schemas of the resources in deploy/kubernetes.
 
-Run `python -m tools.build_kubernetes_schemas` after a change of a version or of KINDS. It needs Go, which downloads the
-two modules and checks their hashes.
+Run `python -m tools.build_kubernetes_schemas` after a change of KINDS, or of the versions that the test cluster runs.
+It needs Go, which downloads the two modules and checks their hashes.
 """
 
 import json
@@ -13,9 +13,11 @@ from typing import Any
 
 import yaml
 
+from tools.kubernetes_cluster.binaries import AGENT_SANDBOX_VERSION, KUBERNETES_VERSION
+
 FILE = Path(__file__).resolve().parent.parent / "tests" / "deploy" / "kubernetes_schemas.json"
-KUBERNETES = "k8s.io/kubernetes@v1.35.8"
-AGENT_SANDBOX = "sigs.k8s.io/agent-sandbox@v1.0.3"
+KUBERNETES = f"k8s.io/kubernetes@{KUBERNETES_VERSION}"
+AGENT_SANDBOX = f"sigs.k8s.io/agent-sandbox@{AGENT_SANDBOX_VERSION}"
 KINDS = {
     "v1": ("ConfigMap", "Namespace", "PersistentVolumeClaim", "Pod", "Secret", "Service", "ServiceAccount"),
     "apps/v1": ("Deployment",),

@@ -13,7 +13,9 @@ import pytest
 import yaml
 
 import fumehood
-from tools import render_kubernetes
+from fumehood.gateway_config import load_config
+from fumehood.sandbox_server.settings_loader import load_sandbox_config
+from tools import build_kubernetes_schemas, render_kubernetes
 
 SCHEMAS = Path(__file__).parent / "kubernetes_schemas.json"
 NAMES = sorted(render_kubernetes.find_kustomizations())
@@ -99,6 +101,12 @@ def test_kustomize_renders_the_same(name: str) -> None:
 def test_resources_fit_the_schemas(name: str) -> None:
     found = {resource["metadata"]["name"]: _problems(resource) for resource in _rendered(name)}
     assert {title: problems for title, problems in found.items() if problems} == {}
+
+
+def test_schemas_are_of_the_versions_that_the_test_cluster_runs() -> None:
+    comment = _schemas()["$comment"]
+    assert build_kubernetes_schemas.KUBERNETES in comment
+    assert build_kubernetes_schemas.AGENT_SANDBOX in comment
 
 
 def test_schemas_find_mistakes() -> None:
@@ -242,6 +250,37 @@ def test_gateway_may_claim_sandboxes_and_nothing_else() -> None:
     ]
 
 
+# --- Settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_of_the_gateway_are_valid(name: str, tmp_path: Path) -> None:
+    (config,) = _find(name, "ConfigMap")
+    (gateway,) = _find(name, "Deployment")
+    (container,) = gateway["spec"]["template"]["spec"]["containers"]
+    file = tmp_path / "fumehood.yaml"
+    file.write_text(config["data"]["fumehood.yaml"], encoding="utf-8")
+    environ = {entry["name"]: entry["value"] for entry in container["env"] if "__" in entry["name"]}
+    settings = load_config(file, environ).providers.code_interpreter.settings
+    pools = {pool["metadata"]["name"] for pool in _find(name, "SandboxWarmPool")}
+    assert {settings.sandbox_warm_pool, *settings.sandbox_warm_pools.values()} == pools
+    token = next(
+        mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "sandbox-token"
+    )
+    assert settings.sandbox_token_file == f"{token}/token"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_of_the_sandbox_servers_are_valid(name: str) -> None:
+    for template in _find(name, "SandboxTemplate"):
+        containers = _containers(template["spec"]["podTemplate"]["spec"])
+        environ = {entry["name"]: entry["value"] for entry in containers["server"]["env"]}
+        settings = load_sandbox_config(None, environ).settings
+        assert settings.state_dir is not None
+        assert (settings.egress_socket is not None) == ("egress" in containers)
+        assert ("egress" in containers) == (name in ("packages", "complete"))
+
+
 # --- Memory tiers -----------------------------------------------------------------------------------------------------
 
 _MEBIBYTES = {"Mi": 1, "Gi": 1024}
@@ -264,13 +303,3 @@ def test_shares_of_memory_follow_the_tier() -> None:
             if volume["name"] in ("data", "tmp", "home", "shm")
         }
         assert sizes == {"data": tier // 2, "tmp": tier // 4, "home": tier // 8, "shm": tier // 8}
-
-
-def test_gateway_knows_the_pool_of_each_tier() -> None:
-    (gateway,) = _find("complete", "Deployment")
-    (container,) = gateway["spec"]["template"]["spec"]["containers"]
-    variables = {entry["name"]: entry["value"] for entry in container["env"]}
-    pools = variables["FUMEHOOD_PROVIDERS__CODE_INTERPRETER__SETTINGS__SANDBOX_WARM_POOLS"]
-    named = dict(entry.split("=") for entry in pools.split(","))
-    found = {pool["metadata"]["name"] for pool in _find("complete", "SandboxWarmPool")}
-    assert found == {"fumehood-sandbox", *named.values()}
