@@ -236,6 +236,12 @@ def test_a_single_root_is_rejected(repo: Path, no_leftovers: None) -> None:
             workspace(HostMount("/etc/hostname"), roots=root)  # pyright: ignore[reportArgumentType] - the mistake
 
 
+@pytest.mark.parametrize("name", ["a\0", "a\ud800"])
+def test_a_root_whose_name_is_invalid_is_rejected(repo: Path, name: str, no_leftovers: None) -> None:
+    with pytest.raises(WorkspaceSecurityError, match=r"entry of allowed_host_roots .* cannot be followed"):
+        workspace(HostMount(str(repo)), roots=(repo, name))
+
+
 @pytest.mark.parametrize(
     ("settings", "expected_error"),
     [

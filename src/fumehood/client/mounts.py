@@ -62,7 +62,7 @@ def copy_mounts(
     mounts: Sequence[HostMount], allowed_host_roots: Sequence[os.PathLike[str] | str], target: Path
 ) -> tuple[HostMountPreview, ...]:
     """Copy the mounts into a directory. Raises WorkspaceSecurityError, WorkspaceBudgetError, OSError."""
-    roots = tuple(Path(root).resolve() for root in allowed_host_roots)
+    roots = tuple(_resolve(Path(root), "entry of allowed_host_roots") for root in allowed_host_roots)
     taken: set[str] = set()
     previews: list[HostMountPreview] = []
     for mount in mounts:
@@ -72,6 +72,18 @@ def copy_mounts(
         taken.add(copying.mount_path)
         previews.append(copying.copy())
     return tuple(previews)
+
+
+def _resolve(path: Path, kind: str) -> Path:
+    """Return the real path. Raises WorkspaceSecurityError for a loop of links, and for an invalid name."""
+    try:
+        real = path.resolve()
+        real.exists()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise WorkspaceSecurityError(
+            f"The {kind} {escape_name(str(path))!r} cannot be followed: {type(error).__name__}."
+        ) from error
+    return real
 
 
 class _MountCopy:
@@ -116,20 +128,14 @@ class _MountCopy:
 
     def _resolve_allowed(self, path: Path) -> Path:
         """Return the real path if it is below an allowed root. Raises WorkspaceSecurityError."""
-        try:
-            real = path.resolve()
-            exists = real.exists()
-        except (OSError, ValueError, RuntimeError) as error:  # a loop of links, or an invalid name
-            raise WorkspaceSecurityError(
-                f"The host path {escape_name(str(path))!r} cannot be followed: {type(error).__name__}."
-            ) from error
+        real = _resolve(path, "host path")
         if not any(real.is_relative_to(root) for root in self.roots):
             allowed = ", ".join(map(str, self.roots)) or "nothing"
             raise WorkspaceSecurityError(
                 f"The host path {str(path)!r} is outside allowed_host_roots ({allowed}); "
                 "add the directory that it lies in, or do not mount it."
             )
-        if not exists:
+        if not real.exists():
             raise FileNotFoundError(f"The host path {str(path)!r} of a mount does not exist.")
         return real
 
