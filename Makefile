@@ -41,7 +41,7 @@ endif
 $(STAMP): pyproject.toml uv.lock .python-version src/fumehood/__init__.py $(SETUP)
 	@$(SETUP)
 
-.PHONY: help setup setup-clients demo test test-313 test-busy test-wheel test-openai-floor test-mutations test-slow test-clients test-phoenix test-kubernetes check format-check lint types imports fmt bench bench-sandbox bench-warm-start bench-gateway bench-check bench-kubernetes images lock clean
+.PHONY: help setup setup-clients demo test test-313 test-busy test-wheel test-openai-floor test-mutations test-gvisor test-slow test-clients test-phoenix test-kubernetes check format-check lint types imports fmt bench bench-sandbox bench-warm-start bench-gateway bench-check bench-kubernetes images lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,10 @@ test-openai-floor: $(STAMP) ## Run the client's tests with the oldest SDK of Ope
 	@$(SETUP) uv pip install --quiet --python .venv/bin/python --target .openai-floor openai==$(openai_floor)
 	@$(RUN) PYTHONPATH="$(CURDIR)/.openai-floor" FUMEHOOD_OPENAI_FLOOR=$(openai_floor) \
 		python -m pytest -n $(WORKERS) --dist loadfile tests/client $(ARGS)
+
+# As root, with `runsc` (apt-get install runsc; FUMEHOOD_RUNSC names another one) and `ip`; skipped where they are missing.
+test-gvisor: $(STAMP) ## Run sandboxes, and attacks on them, in pods under gVisor
+	@$(RUN) python -m pytest -m slow tests/gvisor -n 0 -rs $(ARGS)
 
 test-slow: $(STAMP) ## Run the slow tests
 	@$(RUN) python -m pytest -m "slow and not live and not wheel" $(ARGS) || { [ $$? -eq 5 ] && echo "There are no slow tests yet."; }
