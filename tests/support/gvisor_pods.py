@@ -121,7 +121,7 @@ class GvisorPod:
             source = str(self.directory / volume)
             Path(source).mkdir(exist_ok=True)
             annotations |= {f"{hint}.source": source, f"{hint}.type": "tmpfs", f"{hint}.share": "pod"}
-            annotations |= {f"{hint}.options": "rw,mode=0777"}
+            annotations |= {f"{hint}.options": "rw"}
         read_only = ["ro", "rbind"]
         bases = [*_SYSTEM, sys.base_prefix, str(ROOT)]
         spec = {

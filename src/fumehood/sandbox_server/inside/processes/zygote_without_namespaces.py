@@ -1,6 +1,7 @@
 """The zygote of the modes without mount and PID namespaces (`pod`, `degraded`): warm interpreter and spawner in one."""
 
 import base64
+import errno
 import os
 import signal
 import socket
@@ -133,7 +134,7 @@ class Subreaper:
             if self._network_program is not None:
                 own_network.enter()
                 self._seccomp_program = self._network_program
-            syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
+            _become_subreaper(is_pod=self._is_pod)
             # Without a PID namespace nothing else ends it with the zygote.
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGTERM)
             startup_messages.send_handles(self._channel, plan, self._listeners())
@@ -175,6 +176,15 @@ class Subreaper:
         self._channel.close()
         seccomp_installer.install(self._seccomp_program)
         _reap_until_exit(pid, watched)
+
+
+def _become_subreaper(*, is_pod: bool) -> None:
+    try:
+        syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
+    except OSError as error:
+        # gVisor before 2023 has no subreapers: orphans go to PID 1 and end with the container.
+        if not (is_pod and error.errno == errno.EINVAL):
+            raise
 
 
 def _reset_signals() -> None:
