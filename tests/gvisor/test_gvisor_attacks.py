@@ -1,6 +1,7 @@
 """Attacks from the code of a pod under gVisor (`make test-gvisor`)."""
 
 import asyncio
+import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,28 @@ def pods() -> Iterator[_Pods]:
 
 
 class TestInGvisor(PodAttackKit):
+    # These look into what gVisor does not have: /proc/self/ns/cgroup, pidfds, ambient capabilities, lines of a status
+    # that name them, empty packets, RLIMIT_SIGPENDING.
+    test_setns = None
+    test_another_process_is_not_traced = None
+    test_no_capabilities = None
+    test_children_have_the_same_walls = None
+    test_an_empty_packet = None
+    test_timers_and_pending_signals = None
+
+    def test_no_process_has_a_capability_or_is_traced(self, box: PodBox) -> None:
+        code = """
+import subprocess, sys
+child = "import os; print([line.split()[1] for line in open('/proc/self/status') if line.startswith('Cap')])"
+for where in (sys.executable,):
+    print(subprocess.run([where, "-c", child], capture_output=True, text=True).stdout.strip())
+exec(child)
+report([call(101, 16, os.getppid(), 0, 0), call(101, 0, 0, 0, 0), attempt(os.setns, os.open("/proc/self/ns/net", 0))])
+"""
+        *capabilities, refusals = box.run(code).stdout.splitlines()
+        assert {digit for line in capabilities for digit in line if digit.isdigit()} == {"0"}
+        assert json.loads(refusals) == ["EPERM"] * 3
+
     @pytest.fixture
     def box(self, pods: _Pods) -> PodBox:
         return pods.get_box()
