@@ -75,7 +75,8 @@ class SandboxExchange(AsgiExchange):
         super().__init__(scope, receive, send)
         self.scope = scope
         self.started = False
-        self._direct_writer: DirectWriter | None = scope.get(DIRECT_WRITER)
+        # Removed from the scope: the writer refers to the scope, and the cycle would need the garbage collector.
+        self._direct_writer: DirectWriter | None = scope.pop(DIRECT_WRITER, None)
         self._query: dict[str, str] | None = None
 
     # ---- the request ------------------------------------------------------------------------------------------
