@@ -1,0 +1,1 @@
+"""How long a claim takes in a real Kubernetes cluster."""
