@@ -87,7 +87,7 @@ OPEN_MODULES = {
     "fumehood.files.input_file_loader",
     "fumehood.files.url_fetcher",
     "fumehood.models.registry",
-    "fumehood.models.upstream_diagnostics",
+    "fumehood.models.upstream_checks",
     "fumehood.models.upstream_health",
     "fumehood.sandbox_client.kubernetes",
     "fumehood.store.aes_gcm_sealer",

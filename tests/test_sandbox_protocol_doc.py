@@ -9,9 +9,9 @@ import pytest
 
 from fumehood.protocol.sandbox import sandbox_errors, sandbox_messages
 from fumehood.sandbox_server.api.app import SandboxServerApp
+from fumehood.sandbox_server.api.http_operations import OPERATIONS
 from fumehood.sandbox_server.api.openapi import build_document
-from fumehood.sandbox_server.api.operations import OPERATIONS
-from fumehood.sandbox_server.api.sandbox_exchange import RequestTimeout, SandboxMethodNotAllowed
+from fumehood.sandbox_server.api.sandbox_http_exchange import RequestTimeout, SandboxMethodNotAllowed
 from fumehood.sandbox_server.settings import SandboxServerSettings
 
 TEXT = (Path(__file__).parent.parent / "docs" / "sandbox-protocol.md").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from fumehood.gateway_stats import ClaimStats
 from fumehood.http_server.secret_files import InsecureSecretFile, read_secret_file
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
 from fumehood.protocol.sandbox.sandbox_messages import MemoryTier
-from fumehood.sandbox_client import LocalSandboxProvider, LocalServerSettings, RemoteSandboxProvider
+from fumehood.sandbox_client import LocalServerProvider, LocalServerSettings, RemoteSandboxProvider
 from fumehood.sandbox_client.kubernetes import (
     ClaimSettings,
     CredentialsError,
@@ -22,7 +22,7 @@ from fumehood.sandbox_client.kubernetes import (
     load_credentials,
 )
 
-type GatewaySandboxProvider = LocalSandboxProvider | RemoteSandboxProvider | KubernetesSandboxProvider
+type GatewaySandboxProvider = LocalServerProvider | RemoteSandboxProvider | KubernetesSandboxProvider
 
 _SECTION = "providers.code_interpreter.settings"
 _CLAIM_SLACK_SECONDS = 600.0
@@ -63,7 +63,7 @@ async def open_sandboxes(
         return remote
     if not has_local_sandboxes(config):
         return await _open_cluster(config, environ, stack, gateway, stats)
-    local = LocalSandboxProvider(_build_local_settings(settings, environ))
+    local = LocalServerProvider(_build_local_settings(settings, environ))
     stack.push_async_callback(local.close)
     if interpreter.enabled:
         try:

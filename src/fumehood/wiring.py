@@ -17,7 +17,7 @@ from fumehood.containers import ContainerFileLimits, ContainerSettings, SandboxC
 from fumehood.engine import EngineRunService, LoopLimits, ReaderLagLimits
 from fumehood.files import UploadFileService
 from fumehood.files.input_file_loader import InputFileLoader
-from fumehood.files.url_fetcher import UrlFetcher, UrlFetchError, UrlPassthrough
+from fumehood.files.url_fetcher import PassthroughUrlChecker, UrlFetcher, UrlFetchError
 from fumehood.gateway import (
     ANY_ORIGIN,
     AnonymousAuthenticator,
@@ -59,7 +59,7 @@ from fumehood.protocol.file_types import UploadFileTypes
 from fumehood.protocol.openai.response_projection import INCLUDE_CODE_OUTPUTS
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
 from fumehood.protocol.sandbox.sandbox_messages import MemoryTier
-from fumehood.sandbox_client import LocalSandboxProvider, RemoteSandboxProvider, SandboxReadiness
+from fumehood.sandbox_client import LocalServerProvider, RemoteSandboxProvider, SandboxReadiness
 from fumehood.sandbox_wiring import StartupError, get_memory_tiers, has_local_sandboxes, open_sandboxes
 from fumehood.store import DiskBlobStore, GarbageCollectedBlobs, SqliteStore, StoreOpenError
 from fumehood.store.aes_gcm_sealer import (
@@ -371,7 +371,7 @@ def _build_metrics(
     config: GatewayConfig, location: StorageLocation, stats: GatewayStats, sandboxes: SandboxProvider
 ) -> GatewayMetrics:
     """A remote sandbox server serves its own metrics; those of the embedded one are included."""
-    embedded = sandboxes if isinstance(sandboxes, LocalSandboxProvider) else None
+    embedded = sandboxes if isinstance(sandboxes, LocalServerProvider) else None
     if not config.providers.code_interpreter.enabled:
         embedded = None
     return GatewayMetrics(
@@ -469,12 +469,12 @@ def _build_input_file_loader(
 ) -> InputFileLoader:
     """Build the loader of input files; it fetches or passes on URLs only if the operator allows it."""
     settings = config.inputs
-    url_handler: UrlFetcher | UrlPassthrough | None = None
+    url_handler: UrlFetcher | PassthroughUrlChecker | None = None
     if settings.fetch_urls:
         url_handler = UrlFetcher(settings)
         stack.callback(url_handler.close)
     elif settings.pass_urls:
-        url_handler = UrlPassthrough(settings)
+        url_handler = PassthroughUrlChecker(settings)
     return InputFileLoader(files, url_handler, settings)
 
 
@@ -482,7 +482,7 @@ def _build_url_policy(config: GatewayConfig) -> Callable[[str], str | None]:
     """Which URLs requests that are passed through may contain."""
     if not config.inputs.pass_urls:
         return reject_every_url
-    policy = UrlPassthrough(config.inputs)
+    policy = PassthroughUrlChecker(config.inputs)
 
     def find_problem(url: str) -> str | None:
         try:

@@ -18,7 +18,7 @@ from fumehood.client.adapters.openai.code_interpreter_tool import (
     build_code_interpreter_result,
     build_container_spec,
 )
-from fumehood.client.adapters.shared import parse_tool_arguments, serialize_tool_message, tool_to_spec
+from fumehood.client.adapters.tool_execution import parse_tool_arguments, serialize_tool_message, tool_to_spec
 from tests.support.client_prompts import Query, query_tool
 
 CITATION: dict[str, Any] = {

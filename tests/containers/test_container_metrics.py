@@ -1,6 +1,6 @@
 """What is counted of containers and their calls."""
 
-from fumehood.containers.container_state import ContainerSettings
+from fumehood.containers.container_settings import ContainerSettings
 from fumehood.protocol.openai.container_objects import ContainerSpec
 from fumehood.protocol.sandbox.sandbox_errors import SandboxServerUnreachable
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd, ExecutionEndStatus

@@ -11,7 +11,7 @@ from inline_snapshot import snapshot
 
 from fumehood.containers import user_file_writer
 from fumehood.containers.container_service import SandboxContainerService
-from fumehood.containers.container_state import ContainerSettings
+from fumehood.containers.container_settings import ContainerSettings
 from fumehood.containers.file_sync import ContainerFileLimits
 from fumehood.interfaces import Caller
 from fumehood.protocol.name_sanitizing import candidate_names

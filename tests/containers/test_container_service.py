@@ -9,7 +9,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from fumehood.containers.container_handle import ContainerHandle
-from fumehood.containers.container_state import ContainerSettings
+from fumehood.containers.container_settings import ContainerSettings
 from fumehood.interfaces import Caller, ExecutionStarted, SandboxRef
 from fumehood.protocol.api_keys import ApiKeyLimits
 from fumehood.protocol.openai.api_errors import NotFound, RateLimited

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from fumehood.containers.container_state import ContainerSettings
+from fumehood.containers.container_settings import ContainerSettings
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd
 from fumehood.testing import ScriptedExecution
 from fumehood.timed_steps import TimedStep, listen_to_timings

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
-from fumehood.containers.container_state import ContainerSettings
+from fumehood.containers.container_settings import ContainerSettings
 from fumehood.containers.file_sync import ContainerFileLimits, FileChanges, FileSync, is_output_file
 from fumehood.protocol.openai.api_errors import NotFound, ServiceUnavailable
 from fumehood.protocol.openai.container_objects import ContainerRecord, ContainerSpec

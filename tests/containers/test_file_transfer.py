@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fumehood.containers.container_service import SandboxContainerService
-from fumehood.containers.container_state import ContainerSettings, IsolationScope
+from fumehood.containers.container_settings import ContainerSettings, IsolationScope
 from fumehood.containers.file_sync import ContainerFileLimits
 from fumehood.files.upload_file_service import UploadFileService
 from fumehood.protocol.openai.api_errors import BodyTooLarge, InvalidRequest, ServiceUnavailable
@@ -28,7 +28,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
 )
 from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, UnpackSummary, WriteFilesSummary
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
-from fumehood.store import staged_blobs
+from fumehood.store import temporary_blob_files
 from fumehood.store.disk_blob_store import DiskBlobStore
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.testing import (
@@ -133,13 +133,13 @@ async def test_the_number_of_waits_for_a_disk_does_not_grow_with_the_number_of_b
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[str] = []
-    synced = staged_blobs.fsync_paths
+    synced = temporary_blob_files.fsync_paths
 
     def count(descriptor: int, paths: Sequence[str]) -> None:
         waits.append("all")
         synced(descriptor, paths)
 
-    monkeypatch.setattr(staged_blobs, "fsync_paths", count)
+    monkeypatch.setattr(temporary_blob_files, "fsync_paths", count)
 
     def sync(descriptor: int) -> None:
         assert descriptor >= 0

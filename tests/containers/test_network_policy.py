@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fumehood.containers.container_service import SandboxContainerService
-from fumehood.containers.container_state import ContainerSettings, IsolationScope
+from fumehood.containers.container_settings import ContainerSettings, IsolationScope
 from fumehood.interfaces import Caller
 from fumehood.protocol.openai.container_objects import ContainerSpec
 from fumehood.protocol.sandbox.sandbox_messages import DomainSecret, ExecuteRequest, NetworkAllowlist, Stdout

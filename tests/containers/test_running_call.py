@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from fumehood.containers.container_state import ContainerSettings
+from fumehood.containers.container_settings import ContainerSettings
 from fumehood.interfaces import ContainerEvent, ExecutionStarted
 from fumehood.protocol.sandbox.sandbox_errors import (
     ExecutionNotFound,

@@ -12,7 +12,7 @@ import pytest
 
 from fumehood.containers.container_handle import AcquiredSandbox, ContainerHandle
 from fumehood.containers.container_service import SandboxContainerService
-from fumehood.containers.container_state import ContainerSettings
+from fumehood.containers.container_settings import ContainerSettings
 from fumehood.protocol.openai.api_errors import ContainerExpired, RateLimited
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.openai.pagination import PageQuery

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from fumehood.containers.container_service import SandboxContainerService
-from fumehood.containers.container_state import ContainerSettings, IsolationScope
+from fumehood.containers.container_settings import ContainerSettings, IsolationScope
 from fumehood.files.upload_file_service import UploadFileService
 from fumehood.interfaces import BlobStore, SandboxProvider, SandboxRef, Store
 from fumehood.protocol.openai.file_objects import FileUploadMetadata
-from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
+from fumehood.sandbox_client.local_server_provider import LocalServerProvider, LocalServerSettings
 from fumehood.store.disk_blob_store import DiskBlobStore
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.store.sqlite_store import SqliteStore
@@ -85,7 +85,7 @@ async def open_disk_subject() -> AsyncGenerator[ContainerSubject]:
 async def open_real_subject(isolation: IsolationScope) -> AsyncGenerator[ContainerSubject]:
     limits = "enforced" if has_cgroups() else "best-effort"
     settings = LocalServerSettings(limits=limits, pool=1, options=("--preload", ""))
-    async with LocalSandboxProvider(settings) as provider:
+    async with LocalServerProvider(settings) as provider:
         yield make_subject(provider, isolation)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from fumehood.interfaces import SandboxProvider, SandboxRef
 from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
-from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
+from fumehood.sandbox_client.local_server_provider import LocalServerProvider, LocalServerSettings
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
 from fumehood.sandbox_server.api.sandbox_service import SandboxService
 from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
@@ -98,7 +98,7 @@ class TestOnThisHost(SandboxKit):
         chosen = LocalServerSettings(limits=limits, pool=1, options=("--preload", ""))
 
         async def make_provider() -> SandboxProvider:
-            return LocalSandboxProvider(chosen)
+            return LocalServerProvider(chosen)
 
-        async with LocalSandboxProvider(chosen) as provider:
+        async with LocalServerProvider(chosen) as provider:
             yield SandboxSubject(provider, make_provider=make_provider)

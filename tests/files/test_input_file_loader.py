@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fumehood.files import InputSettings
 from fumehood.files.input_file_loader import InputFileLoader
-from fumehood.files.url_fetcher import UrlFetcher, UrlPassthrough
+from fumehood.files.url_fetcher import PassthroughUrlChecker, UrlFetcher
 from fumehood.http_server.dns_resolver import DnsResolver
 from fumehood.interfaces import Caller
 from fumehood.protocol.attachments import (
@@ -237,7 +237,7 @@ async def test_addresses_are_refused_unless_somebody_deals_with_them(part: dict[
 
 @pytest.mark.parametrize("part", ADDRESSED)
 async def test_addresses_may_pass(part: dict[str, Any]) -> None:
-    subject = InputFileLoader(InMemoryUploads(), UrlPassthrough(InputSettings()))
+    subject = InputFileLoader(InMemoryUploads(), PassthroughUrlChecker(InputSettings()))
     assert (
         await subject.load_attachment(SOMEBODY, msgspec.convert(part, InputFilePart), with_content=False)
         == Attachment()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fumehood.files import InputSettings
-from fumehood.files.url_fetcher import FetchedFile, UrlFetcher, UrlFetchError, UrlPassthrough
+from fumehood.files.url_fetcher import FetchedFile, PassthroughUrlChecker, UrlFetcher, UrlFetchError
 from fumehood.http_server.dns_resolver import DnsResolutionFailed, DnsResolver
 from tests.support.websites import ReceivedRequest, Reply, Website
 
@@ -117,7 +117,7 @@ async def test_addresses_that_are_none(url: str, why: str) -> None:
     ],
 )
 def test_addresses_that_may_pass(url: str) -> None:
-    UrlPassthrough(InputSettings(fetch_private_networks=("10.1.0.0/16",))).check(url)
+    PassthroughUrlChecker(InputSettings(fetch_private_networks=("10.1.0.0/16",))).check(url)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_addresses_that_may_pass(url: str) -> None:
 )
 def test_addresses_that_may_not_pass(url: str) -> None:
     with pytest.raises(UrlFetchError):
-        UrlPassthrough(InputSettings()).check(url)
+        PassthroughUrlChecker(InputSettings()).check(url)
 
 
 async def test_every_redirection_is_looked_at() -> None:

@@ -21,7 +21,7 @@ from fumehood.protocol.openai.items import CodeInterpreterCall, CompactionItem, 
 from fumehood.protocol.openai.responses import Response
 from fumehood.protocol.openai.stream_events import ResponseCompleted
 from fumehood.protocol.sandbox.sandbox_errors import SandboxServerUnreachable
-from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
+from fumehood.sandbox_client.local_server_provider import LocalServerProvider, LocalServerSettings
 from fumehood.testing import FakeClock, MemoryStore
 from tests.support.prometheus_page import MetricsPage
 from tests.support.sandbox_runs import has_cgroups
@@ -205,7 +205,7 @@ async def test_its_figures_are_on_the_page_unless_it_does_not_answer(monkeypatch
         limits="enforced" if has_cgroups() else "best-effort", pool=0, options=("--preload", "")
     )
     async with (
-        LocalSandboxProvider(settings) as local,
+        LocalServerProvider(settings) as local,
         run_gateway(metrics=GatewayMetrics(fetch_sandbox_metrics=local.metrics)) as gateway,
     ):
         shown = await page(gateway)

@@ -26,7 +26,7 @@ from fumehood.message_parts.canonical_parts import (
     UriPart,
 )
 from fumehood.message_parts.conversion import from_vendor, to_vendor
-from fumehood.message_parts.json_paths import is_same_json
+from fumehood.message_parts.json_path_access import is_same_json
 from fumehood.message_parts.otel_parts import from_representation, to_representation
 from fumehood.message_parts.part_schema import REPRESENTATIONS, find_part_error
 from fumehood.message_parts.validation import validate

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fumehood.message_parts.canonical_parts import Json, Part, TextPart, ToolCallPart, ToolCallResponsePart
 from fumehood.message_parts.conversion import StreamAssembler, UnrecognizedStreamError
-from fumehood.message_parts.json_paths import is_same_json
+from fumehood.message_parts.json_path_access import is_same_json
 from fumehood.message_parts.otel_parts import to_representation
 from fumehood.message_parts.partial_items import parse_partial_json
 from fumehood.message_parts.validation import validate

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fumehood.message_parts.canonical_parts import Json, ToolPart
 from fumehood.message_parts.conversion import convert, from_vendor, list_formats, to_vendor
-from fumehood.message_parts.json_paths import copy_json, is_same_json
+from fumehood.message_parts.json_path_access import copy_json, is_same_json
 from fumehood.message_parts.part_schema import REPRESENTATIONS, find_part_error
 from fumehood.message_parts.vendors import VENDORS
 from tests.support import xai_chat_chunks

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fumehood.containers.container_handle import ContainerHandle
 from fumehood.containers.container_service import SandboxContainerService
-from fumehood.containers.container_state import ContainerSettings
+from fumehood.containers.container_settings import ContainerSettings
 from fumehood.gateway_stats import ContainerStats
 from fumehood.interfaces import Caller, CollectedFiles, ExecutionStarted, SandboxRef
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord, ContainerSpec

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Raw
 
 from fumehood.containers.container_service import SandboxContainerService
-from fumehood.containers.container_state import ContainerSettings, IsolationScope
+from fumehood.containers.container_settings import ContainerSettings, IsolationScope
 from fumehood.containers.file_sync import ContainerFileLimits
 from fumehood.interfaces import (
     BlobStore,
@@ -32,7 +32,7 @@ from fumehood.protocol.openai.items import (
 )
 from fumehood.protocol.openai.stream_events import StreamEvent
 from fumehood.protocol.openai.tool_specs import ToolSpec, parse_tool
-from fumehood.sandbox_client.local_provider import LocalServerSettings
+from fumehood.sandbox_client.local_server_provider import LocalServerSettings
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.testing import (
     FakeClock,

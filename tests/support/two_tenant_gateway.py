@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fumehood.containers.container_service import SandboxContainerService
-from fumehood.containers.container_state import ContainerSettings
+from fumehood.containers.container_settings import ContainerSettings
 from fumehood.engine.run_service import EngineRunService
 from fumehood.files.input_file_loader import InputFileLoader
 from fumehood.files.upload_file_service import UploadFileService

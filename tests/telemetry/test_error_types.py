@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from fumehood.containers.container_state import ContainerSettings
+from fumehood.containers.container_settings import ContainerSettings
 from fumehood.protocol.sandbox.sandbox_errors import SandboxGone
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd, ExecutionEndStatus
 from fumehood.telemetry.instrumentation import InstrumentedHostedTool

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fumehood.containers.container_state import ContainerSettings
+from fumehood.containers.container_settings import ContainerSettings
 from fumehood.containers.file_sync import ContainerFileLimits
 from fumehood.protocol.sandbox.sandbox_messages import DisplayData, Stdout
 from fumehood.tools.call_output_collector import CallOutput, HeadTailBuffer, OutputLimits

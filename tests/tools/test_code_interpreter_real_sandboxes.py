@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Callable
 import pytest
 import pytest_asyncio
 
-from fumehood.containers.container_state import IsolationScope
+from fumehood.containers.container_settings import IsolationScope
 from fumehood.interfaces import SandboxProvider, SandboxRef, ToolCallResult
 from fumehood.protocol.openai.items import CodeInterpreterImage
-from fumehood.sandbox_client.local_provider import LocalSandboxProvider
+from fumehood.sandbox_client.local_server_provider import LocalServerProvider
 from tests.support.interpreter_harness import (
     InterpreterHarness,
     encode_arguments,
@@ -33,7 +33,7 @@ async def provider() -> AsyncGenerator[SandboxProvider]:
     with FakePackageIndex() as index:
         index.add(wheel("greeting", "1.0", {"greeting.py": "text = 'hello from a wheel'"}))
         settings = local_server_settings(pool=2, environment={"FUMEHOOD_INDEX_URL": index.url})
-        async with LocalSandboxProvider(settings) as provider:
+        async with LocalServerProvider(settings) as provider:
             yield provider
 
 

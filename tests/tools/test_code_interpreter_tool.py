@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from inline_snapshot import snapshot
 
-from fumehood.containers.container_state import ContainerSettings
+from fumehood.containers.container_settings import ContainerSettings
 from fumehood.interfaces import ToolCallResult
 from fumehood.protocol.openai.container_objects import ContainerSpec
 from fumehood.protocol.sandbox.sandbox_messages import (

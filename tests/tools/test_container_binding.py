@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from inline_snapshot import snapshot
 
-from fumehood.containers.container_state import ContainerSettings
+from fumehood.containers.container_settings import ContainerSettings
 from fumehood.interfaces import Caller
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.openai.api_errors import ContainerExpired, NotFound

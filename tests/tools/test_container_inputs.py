@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fumehood.containers.container_state import ContainerSettings, IsolationScope
+from fumehood.containers.container_settings import ContainerSettings, IsolationScope
 from fumehood.containers.file_sync import ContainerFileLimits
 from fumehood.engine import attachment_resolver
 from fumehood.engine.attachment_resolver import AttachmentResolver

@@ -6,10 +6,10 @@ import zipfile
 
 import pytest
 
-from fumehood.containers.container_state import IsolationScope
+from fumehood.containers.container_settings import IsolationScope
 from fumehood.protocol.openai.container_objects import ContainerSpec
 from fumehood.protocol.sandbox.sandbox_messages import ArchiveFormat
-from fumehood.sandbox_client.local_provider import LocalSandboxProvider
+from fumehood.sandbox_client.local_server_provider import LocalServerProvider
 from tests.support.interpreter_harness import SOMEBODY, InterpreterHarness
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -45,7 +45,7 @@ def archive(kind: ArchiveFormat) -> bytes:
 @pytest.mark.parametrize("isolation", ["container", "execution"])
 @pytest.mark.parametrize("kind", ["tar", "tar.gz", "zip"])
 async def test_unpacked_files_stay_executable(
-    provider: LocalSandboxProvider, kind: ArchiveFormat, isolation: IsolationScope
+    provider: LocalServerProvider, kind: ArchiveFormat, isolation: IsolationScope
 ) -> None:
     here = InterpreterHarness.with_isolation(provider, isolation)
     container = (await here.containers.create_container(SOMEBODY, ContainerSpec())).id
@@ -58,7 +58,7 @@ async def test_unpacked_files_stay_executable(
 
 @pytest.mark.parametrize("isolation", ["container", "execution"])
 async def test_files_that_code_makes_executable_stay_so(
-    provider: LocalSandboxProvider, isolation: IsolationScope
+    provider: LocalServerProvider, isolation: IsolationScope
 ) -> None:
     here = InterpreterHarness.with_isolation(provider, isolation)
     files = "for name in ['run.sh', 'bin/large.sh', 'plain.txt']: open(name, 'w').write('#!/bin/sh\\necho ran\\n')"
@@ -73,7 +73,7 @@ async def test_files_that_code_makes_executable_stay_so(
 
 @pytest.mark.parametrize("isolation", ["container", "execution"])
 async def test_hidden_files_are_container_files(
-    provider: LocalSandboxProvider, isolation: IsolationScope
+    provider: LocalServerProvider, isolation: IsolationScope
 ) -> None:
     here = InterpreterHarness.with_isolation(provider, isolation)
     called = await here.run(

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from fumehood.containers.container_state import IsolationScope
+from fumehood.containers.container_settings import IsolationScope
 from fumehood.interfaces import Sandbox, SandboxRef
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd, FileListing
-from fumehood.sandbox_client.local_provider import LocalSandboxProvider
+from fumehood.sandbox_client.local_server_provider import LocalServerProvider
 from tests.support.interpreter_harness import InterpreterHarness
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -56,7 +56,7 @@ class Disturbed:
     """Real sandboxes; before the first `what` after a call, `interference` happens to the sandbox."""
 
     def __init__(
-        self, provider: LocalSandboxProvider, what: str, interference: Interference | None = None
+        self, provider: LocalServerProvider, what: str, interference: Interference | None = None
     ) -> None:
         self._provider = provider
         self._what = what
@@ -88,7 +88,7 @@ async def hang(_: SandboxRef) -> None:
 @pytest.mark.parametrize(("code", "names"), [(WRITES, ["a.txt", "b.txt", "c.txt"]), (LARGE, ["large.bin"])])
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 async def test_a_sandbox_that_dies_while_its_files_are_fetched(
-    provider: LocalSandboxProvider, isolation: IsolationScope, code: str, names: list[str]
+    provider: LocalServerProvider, isolation: IsolationScope, code: str, names: list[str]
 ) -> None:
     here = interpreter(Disturbed(provider, "read"), isolation)
     called = await here.run(code)
@@ -111,7 +111,7 @@ async def test_a_sandbox_that_dies_while_its_files_are_fetched(
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 async def test_a_sandbox_that_dies_before_its_files_are_listed(
-    provider: LocalSandboxProvider, isolation: IsolationScope
+    provider: LocalServerProvider, isolation: IsolationScope
 ) -> None:
     here = interpreter(Disturbed(provider, "list"), isolation)
     called = await here.run(WRITES)
@@ -122,7 +122,7 @@ async def test_a_sandbox_that_dies_before_its_files_are_listed(
 
 
 async def test_files_that_take_too_long_are_fetched_after_the_next_call(
-    provider: LocalSandboxProvider,
+    provider: LocalServerProvider,
 ) -> None:
     here = interpreter(Disturbed(provider, "read", hang), seconds=1.5)
     called = await here.run(WRITES + "\nx = 5")
@@ -139,7 +139,7 @@ async def test_files_that_take_too_long_are_fetched_after_the_next_call(
 
 
 async def test_files_that_take_too_long_end_with_a_sandbox_of_one_call(
-    provider: LocalSandboxProvider,
+    provider: LocalServerProvider,
 ) -> None:
     called = await interpreter(Disturbed(provider, "read", hang), "execution", seconds=1.5).run(WRITES)
     assert called.item.status == "failed"

@@ -13,7 +13,7 @@ import pytest
 
 from fumehood.interfaces import SandboxProvider, SandboxRef
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
-from fumehood.sandbox_client.local_provider import LocalSandboxProvider
+from fumehood.sandbox_client.local_server_provider import LocalServerProvider
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
 from tests.support.interpreter_harness import CallRecord, InterpreterHarness, local_server_settings
 from tests.support.relay import Relay
@@ -85,12 +85,12 @@ def assert_told(called: CallRecord, seconds: float) -> None:
 @pytest.mark.parametrize("kind", ["remote", "local"])
 async def test_a_server_that_is_killed_in_the_middle_of_a_call(short_path: Path, kind: str) -> None:
     async with server_process(short_path / "s") as process:
-        provider: RemoteSandboxProvider | LocalSandboxProvider = RemoteSandboxProvider(
+        provider: RemoteSandboxProvider | LocalServerProvider = RemoteSandboxProvider(
             f"unix:{short_path / 's'}"
         )
         victim = process.pid
         if kind == "local":
-            provider = LocalSandboxProvider(local_server_settings())
+            provider = LocalServerProvider(local_server_settings())
             await provider.start()
             assert provider.server_pid is not None
             victim = provider.server_pid

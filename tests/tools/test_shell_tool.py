@@ -10,7 +10,7 @@ import pytest
 from inline_snapshot import snapshot
 from msgspec import UNSET, Raw
 
-from fumehood.containers.container_state import ContainerSettings
+from fumehood.containers.container_settings import ContainerSettings
 from fumehood.interfaces import AdditionalItem, Caller, ConfiguredTool
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.openai.api_errors import InvalidRequest, NotFound

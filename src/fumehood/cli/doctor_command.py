@@ -20,7 +20,7 @@ from fumehood.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from fumehood.models.upstream_diagnostics import UpstreamReport
+    from fumehood.models.upstream_checks import UpstreamReport
     from fumehood.sandbox_server.diagnostics import HostReport
     from fumehood.store import DatabaseReport
 
@@ -120,7 +120,7 @@ def _check_option_groups(
 
 def _check_upstream(url: str, key_variable: str | None, model: str | None, as_json: bool) -> int:
     from fumehood.models import Secret, read_secret
-    from fumehood.models.upstream_diagnostics import diagnose_upstream
+    from fumehood.models.upstream_checks import diagnose_upstream
 
     logging.getLogger("fumehood").addHandler(logging.NullHandler())  # the findings contain all problems
     try:

@@ -4,7 +4,7 @@
 """
 
 from fumehood.containers.container_service import SandboxContainerService
-from fumehood.containers.container_state import ContainerSettings
+from fumehood.containers.container_settings import ContainerSettings
 from fumehood.containers.file_sync import ContainerFileLimits
 
 __all__ = [

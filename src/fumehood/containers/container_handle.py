@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from fumehood.containers.container_state import ContainerContext, ContainerState
+from fumehood.containers.container_runtime_state import ContainerContext, ContainerRuntimeState
 from fumehood.containers.file_sync import FileChanges, RestoreResult, format_file_names
 from fumehood.containers.running_call import RunningCall
 from fumehood.containers.sandbox_acquisition import (
@@ -64,7 +64,7 @@ class AcquiredSandbox:
 class ContainerHandle:
     """A `Container`; `collect_files` returns what the last call left."""
 
-    def __init__(self, context: ContainerContext, state: ContainerState) -> None:
+    def __init__(self, context: ContainerContext, state: ContainerRuntimeState) -> None:
         self._context = context
         self._state = state
         self._collected = CollectedFiles()

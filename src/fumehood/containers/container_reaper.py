@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from fumehood.containers.container_state import ContainerContext, ContainerState
+from fumehood.containers.container_runtime_state import ContainerContext, ContainerRuntimeState
 from fumehood.containers.domain_secret_sealer import strip_secrets
 from fumehood.containers.sandbox_acquisition import next_sandbox_name, release_sandbox
 from fumehood.interfaces import SandboxRef
@@ -25,7 +25,7 @@ type EndReason = Literal["idle", "old", "evicted", "lost", "deleted"]
 class ContainerReaper:
     """Ends containers of one process; `states` are those that it has in memory."""
 
-    def __init__(self, context: ContainerContext, states: dict[str, ContainerState]) -> None:
+    def __init__(self, context: ContainerContext, states: dict[str, ContainerRuntimeState]) -> None:
         self._context = context
         self._states = states
         # If no sandbox was ever needed, none is listed: that alone could start a server.

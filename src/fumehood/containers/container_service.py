@@ -18,12 +18,12 @@ import msgspec
 
 from fumehood.containers.container_handle import ContainerHandle
 from fumehood.containers.container_reaper import ACTIVITY_WRITE_INTERVAL, ContainerReaper
-from fumehood.containers.container_state import (
+from fumehood.containers.container_runtime_state import (
     ContainerContext,
     ContainerRecordStore,
-    ContainerSettings,
-    ContainerState,
+    ContainerRuntimeState,
 )
+from fumehood.containers.container_settings import ContainerSettings
 from fumehood.containers.container_validation import (
     check_container_spec,
     choose_file_name,
@@ -96,7 +96,7 @@ class SandboxContainerService:
         )
         self._uploads = uploads
         self._user_files = UserFileWriter(self._context, blobs)
-        self._states: OrderedDict[str, ContainerState] = OrderedDict()  # least recently used first
+        self._states: OrderedDict[str, ContainerRuntimeState] = OrderedDict()  # least recently used first
         self._reaper = ContainerReaper(self._context, self._states)
         self._id_key = secrets.token_bytes(32)
         self._creation_locks = WeakValueDictionary[str, asyncio.Lock]()
@@ -235,7 +235,7 @@ class SandboxContainerService:
             return msgspec.structs.replace(record, status="expired")
         return msgspec.structs.replace(record, last_active_at=self._reaper.last_active_at(record))
 
-    async def _mark_used(self, record: ContainerRecord) -> ContainerState:
+    async def _mark_used(self, record: ContainerRecord) -> ContainerRuntimeState:
         """Record a use of the container; return its state."""
         state = self._get_state(record)
         now = self._context.clock.now()
@@ -244,10 +244,10 @@ class SandboxContainerService:
             await state.save(self._context.store)
         return state
 
-    def _get_state(self, record: ContainerRecord) -> ContainerState:
+    def _get_state(self, record: ContainerRecord) -> ContainerRuntimeState:
         state = self._states.get(record.id)
         if state is None:
-            state = self._states[record.id] = ContainerState(record, record)
+            state = self._states[record.id] = ContainerRuntimeState(record, record)
         elif state.stored != record and not state.active_operations:
             state.merge_stored(record)
         self._states.move_to_end(record.id)
@@ -423,7 +423,7 @@ class SandboxContainerService:
             if not await self._user_files.delete(state, file_id):
                 raise _file_not_found(container_id, file_id)
 
-    async def _use_for_files(self, caller: Caller, container_id: str) -> ContainerState:
+    async def _use_for_files(self, caller: Caller, container_id: str) -> ContainerRuntimeState:
         try:
             return await self._mark_used(await self.check_active(caller, container_id))
         except ContainerExpired:

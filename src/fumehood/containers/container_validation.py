@@ -2,7 +2,7 @@
 
 import msgspec
 
-from fumehood.containers.container_state import ContainerSettings
+from fumehood.containers.container_settings import ContainerSettings
 from fumehood.containers.domain_secret_sealer import find_forbidden_domain, normalize_domain
 from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest

@@ -9,7 +9,7 @@ from typing import Self
 
 import msgspec
 
-from fumehood.containers.container_state import ContainerContext
+from fumehood.containers.container_runtime_state import ContainerContext
 from fumehood.interfaces import Sandbox
 from fumehood.protocol.sandbox.sandbox_errors import (
     SandboxError,

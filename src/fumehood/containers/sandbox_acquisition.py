@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
-from fumehood.containers.container_state import ContainerContext, ContainerState
+from fumehood.containers.container_runtime_state import ContainerContext, ContainerRuntimeState
 from fumehood.containers.domain_secret_sealer import find_forbidden_domain
 from fumehood.interfaces import Sandbox, SandboxProvider, SandboxRef
 from fumehood.protocol.openai.container_objects import ContainerRecord
@@ -99,7 +99,9 @@ def _to_sandbox_tenant(tenant: str) -> str:
 
 
 @asynccontextmanager
-async def ephemeral_sandbox(context: ContainerContext, state: ContainerState) -> AsyncGenerator[Sandbox]:
+async def ephemeral_sandbox(
+    context: ContainerContext, state: ContainerRuntimeState
+) -> AsyncGenerator[Sandbox]:
     """Claim an empty sandbox with the container's settings and release it after the block. Raises SandboxError."""
     with start_timing("acquire") as timing:
         ref = await claim_sandbox(context, state.record, f"{state.record.id}-{secrets.token_hex(4)}")

@@ -18,7 +18,7 @@ from collections.abc import (
 from contextlib import AsyncExitStack, aclosing, suppress
 from weakref import WeakValueDictionary
 
-from fumehood.containers.container_state import ContainerContext, ContainerState
+from fumehood.containers.container_runtime_state import ContainerContext, ContainerRuntimeState
 from fumehood.containers.file_sync import make_file_record, total_blob_bytes
 from fumehood.containers.file_transfer import (
     NO_FINGERPRINT,
@@ -66,7 +66,7 @@ class UserFileWriter:
         self._upload_semaphores = WeakValueDictionary[str, asyncio.Semaphore]()
 
     async def write_file(
-        self, state: ContainerState, path: str, content: bytes | AsyncIterable[bytes]
+        self, state: ContainerRuntimeState, path: str, content: bytes | AsyncIterable[bytes]
     ) -> ContainerFileRecord:
         available = await self._available_bytes(state, [path])
         async with (
@@ -90,7 +90,7 @@ class UserFileWriter:
         return semaphore
 
     async def add_uploads(
-        self, state: ContainerState, uploads: Sequence[FileUpload]
+        self, state: ContainerRuntimeState, uploads: Sequence[FileUpload]
     ) -> list[ContainerFileRecord]:
         """Add files whose blobs exist; a name that is taken gets a number."""
         async with AsyncExitStack() as pins, state.files_lock:
@@ -111,7 +111,11 @@ class UserFileWriter:
         return list(records.values())
 
     async def unpack(
-        self, state: ContainerState, content: bytes | AsyncIterable[bytes], kind: ArchiveFormat, into: str
+        self,
+        state: ContainerRuntimeState,
+        content: bytes | AsyncIterable[bytes],
+        kind: ArchiveFormat,
+        into: str,
     ) -> Sequence[ContainerFileRecord]:
         """Unpack an archive, never in this process.
 
@@ -132,7 +136,7 @@ class UserFileWriter:
 
     async def _extract_in_scratch_sandbox(
         self,
-        state: ContainerState,
+        state: ContainerRuntimeState,
         archive: BlobRef,
         kind: ArchiveFormat,
         into: str,
@@ -189,7 +193,7 @@ class UserFileWriter:
             file.path: FileFingerprint.at_write(summary, file) for file in (await sandbox.list_files()).files
         }
 
-    async def delete(self, state: ContainerState, file_id: str) -> bool:
+    async def delete(self, state: ContainerRuntimeState, file_id: str) -> bool:
         """Delete a file; False if there is none."""
         async with state.files_lock:
             record = await self._context.store.get_container_file(state.record.id, file_id)
@@ -210,7 +214,7 @@ class UserFileWriter:
     # ---- records --------------------------------------------------------------------------------------------
 
     async def _write_and_record(
-        self, state: ContainerState, uploads: Sequence[FileUpload], write: WriteFiles
+        self, state: ContainerRuntimeState, uploads: Sequence[FileUpload], write: WriteFiles
     ) -> list[ContainerFileRecord]:
         """Write uploads into the sandbox, if there is one, and record them. The caller holds `files_lock`."""
         if not uploads:
@@ -232,7 +236,7 @@ class UserFileWriter:
         return records
 
     async def _write_if_running(
-        self, state: ContainerState, write: WriteFiles
+        self, state: ContainerRuntimeState, write: WriteFiles
     ) -> Mapping[str, FileFingerprint]:
         try:
             sandbox = await attach_sandbox(self._context.provider, state.record)
@@ -257,7 +261,7 @@ class UserFileWriter:
                 raise self._too_large_error()
             yield chunk
 
-    async def _available_bytes(self, state: ContainerState, replaced: Collection[str]) -> int:
+    async def _available_bytes(self, state: ContainerRuntimeState, replaced: Collection[str]) -> int:
         known = await self._context.store.list_container_files(state.record.id)
         return self._limits.container_bytes - total_blob_bytes(
             record for record in known if record.path not in replaced

@@ -22,7 +22,7 @@ from fumehood.engine.reasoning_sealer import ReasoningSealer
 from fumehood.engine.request_preparation import PreparedRequest
 from fumehood.engine.run_event_log import EventLog
 from fumehood.engine.token_counter import TokenCounter, estimate_cost
-from fumehood.engine.turn_assembler import HostedCall, ResponseOutput, Toolbox, TurnAssembler
+from fumehood.engine.turn_output_assembler import HostedCall, ResponseOutput, Toolbox, TurnOutputAssembler
 from fumehood.interfaces import (
     Clock,
     ModelBackend,
@@ -129,7 +129,7 @@ class AgentLoop:
         self._call_ids = CallIdIndex(append_segments(prepared.past, (prepared.input,)))
         self._first_request: ModelRequest | None = None  # built by `validate_first_request`, until it is sent
         # The current turn and its request.
-        self._turn: TurnAssembler | None = None
+        self._turn: TurnOutputAssembler | None = None
         self._last_request: ModelRequest | None = None
         self._omitted_tokens = 0  # estimated tokens that truncation left out of the request
         # The result so far.
@@ -237,9 +237,9 @@ class AgentLoop:
                 self._incomplete_reason = "max_output_tokens"
                 return
 
-    async def _run_turn(self, number: int) -> TurnAssembler:
+    async def _run_turn(self, number: int) -> TurnOutputAssembler:
         toolbox = self._select_toolbox(number)
-        turn = self._turn = TurnAssembler(
+        turn = self._turn = TurnOutputAssembler(
             number,
             self._output,
             toolbox,
@@ -278,7 +278,7 @@ class AgentLoop:
             turn.abort("the model's turn was cut off")
         return turn
 
-    async def _run_hosted_call(self, turn: TurnAssembler, call: HostedCall) -> None:
+    async def _run_hosted_call(self, turn: TurnOutputAssembler, call: HostedCall) -> None:
         """Run one call, beside the others of its turn. A tool that raises fails only its own call."""
         try:
             # Leaving the block early closes the generator, which interrupts the code.
@@ -294,7 +294,7 @@ class AgentLoop:
             logger.error("a hosted tool ended call %s without a result", call.call_id)
         turn.record_result(call, call.session.abort("the tool failed; this is a fault of the server"))
 
-    def _record_turn(self, turn: TurnAssembler) -> None:
+    def _record_turn(self, turn: TurnOutputAssembler) -> None:
         self._entries.extend(turn.entries)
         if turn.turn_end is not None and turn.turn_end.usage is not None and self._last_request is not None:
             usage = turn.turn_end.usage
@@ -316,7 +316,7 @@ class AgentLoop:
                 limit,
             )
 
-    async def _compact_after_answer(self, number: int, turn: TurnAssembler) -> None:
+    async def _compact_after_answer(self, number: int, turn: TurnOutputAssembler) -> None:
         """Compact after the answer, unless calls wait for the client: those have to stay in the window."""
         if (
             self._compaction_threshold is not None

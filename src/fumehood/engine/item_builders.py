@@ -39,7 +39,7 @@ from fumehood.protocol.openai.items import (
     SummaryText,
     UrlCitationAnnotation,
 )
-from fumehood.protocol.openai.shell_commands import ShellCommandStream, make_command_events
+from fumehood.protocol.openai.shell_command_stream import ShellCommandStream, make_command_events
 from fumehood.protocol.openai.stream_events import (
     ApplyPatchDiffDelta,
     ApplyPatchDiffDone,

@@ -14,7 +14,7 @@ from fumehood.engine.attachment_resolver import AttachmentResolver, ResolvedInpu
 from fumehood.engine.compactor import Compactor, ConversationWindow
 from fumehood.engine.conversation_loader import ConversationLoader, check_size, reserve_if_large
 from fumehood.engine.request_tools import NO_TOOLS, RequestTools, decode_function, read_tools
-from fumehood.engine.turn_assembler import Toolbox
+from fumehood.engine.turn_output_assembler import Toolbox
 from fumehood.interfaces import Caller, Clock, ConfiguredTool, HostedTool, ModelProvider, ReserveMemory
 from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import ConversationSegment, conversation_size, last_compaction_index

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 from msgspec import Raw
 
-from fumehood.engine.turn_assembler import Toolbox
+from fumehood.engine.turn_output_assembler import Toolbox
 from fumehood.interfaces import ConfiguredTool
 from fumehood.protocol.model_turns import ModelProfile
 from fumehood.protocol.name_sanitizing import sanitize_name

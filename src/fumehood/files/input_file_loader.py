@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from fumehood.cpu_worker import run_in_worker
 from fumehood.files.file_settings import InputSettings
-from fumehood.files.url_fetcher import FetchedFile, UrlFetcher, UrlFetchError, UrlPassthrough
+from fumehood.files.url_fetcher import FetchedFile, PassthroughUrlChecker, UrlFetcher, UrlFetchError
 from fumehood.interfaces import Caller, FileService, ReserveMemory
 from fumehood.protocol.attachments import (
     MAX_TEXT_BYTES,
@@ -39,7 +39,7 @@ class InputFileLoader:
     def __init__(
         self,
         uploads: FileService,
-        url_handler: UrlFetcher | UrlPassthrough | None = None,
+        url_handler: UrlFetcher | PassthroughUrlChecker | None = None,
         settings: InputSettings | None = None,
     ) -> None:
         self._uploads = uploads
@@ -154,7 +154,7 @@ class InputFileLoader:
             match self._url_handler:
                 case None:
                     raise _urls_not_supported(param)
-                case UrlPassthrough() as passthrough:
+                case PassthroughUrlChecker() as passthrough:
                     passthrough.check(url)
                     return Attachment()
                 case UrlFetcher() as fetcher:

@@ -142,7 +142,7 @@ class UrlFetcher:
         return address not in _NAT64 or any(address in network for network in self._private_networks)
 
 
-class UrlPassthrough:
+class PassthroughUrlChecker:
     """Passes URLs on to the model server, which fetches them itself.
 
     URLs that name a non-public address are rejected; what a host name resolves to, only the model server knows.

@@ -11,7 +11,7 @@ from fumehood.gateway.gateway_metrics import EventLoopLagMonitor, GatewayMetrics
 from fumehood.gateway.gateway_web_server import GatewayWebServer
 from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.gateway.request_log import BufferedRequestLog, RequestLog, log_to_logger
-from fumehood.gateway.routes.content_urls import reject_every_url
+from fumehood.gateway.routes.content_url_check import reject_every_url
 
 __all__ = [
     "ANY_ORIGIN",

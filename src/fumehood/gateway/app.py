@@ -23,7 +23,7 @@ from fumehood.gateway.openapi import PUBLIC_PATHS, build_document
 from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.gateway.request_log import RequestLog, log_to_logger
 from fumehood.gateway.routes.container_routes import ContainerFileRoutes, ContainerRoutes
-from fumehood.gateway.routes.content_urls import FindUrlProblem, reject_every_url
+from fumehood.gateway.routes.content_url_check import FindUrlProblem, reject_every_url
 from fumehood.gateway.routes.file_routes import FileRoutes
 from fumehood.gateway.routes.passthrough_routes import MAX_SECONDS, PassthroughRoutes
 from fumehood.gateway.routes.response_routes import ResponseRoutes, ResponseRouteStore

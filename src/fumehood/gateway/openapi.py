@@ -21,7 +21,7 @@ from fumehood.protocol.openai.container_objects import (
     CreateContainerFile,
 )
 from fumehood.protocol.openai.file_objects import FileObject, UploadPurpose
-from fumehood.protocol.openai.model_server_requests import CreateChatCompletion, CreateEmbeddings
+from fumehood.protocol.openai.passthrough_requests import CreateChatCompletion, CreateEmbeddings
 from fumehood.protocol.openai.response_projection import INCLUDE_VALUES
 from fumehood.protocol.openai.responses import (
     CompactedResponse,

@@ -12,7 +12,7 @@ from websockets.protocol import State
 from websockets.streams import StreamReader
 
 from fumehood.http_server.asgi_exchange import DIRECT_WRITER, Headers
-from fumehood.http_server.fair_read_scheduler import FairReadScheduler, SlicedReadProtocol
+from fumehood.http_server.fair_parse_scheduler import FairParseScheduler, SlicedReadProtocol
 from fumehood.http_server.slow_clients import (
     MIN_BYTES_PER_SECOND,
     StalledClientMixin,
@@ -279,6 +279,6 @@ def make_websocket_protocol(
     settings = {
         "render_error": staticmethod(render_error),
         "on_stalled": staticmethod(on_stalled),
-        "scheduler": FairReadScheduler(),
+        "scheduler": FairParseScheduler(),
     }
     return type("_ConfiguredWebSocketProtocol", (_SlicedWebSocketProtocol,), settings)

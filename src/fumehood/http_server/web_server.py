@@ -16,7 +16,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from fumehood.http_server.asgi_exchange import DIRECT_WRITER, Application, Headers
-from fumehood.http_server.fair_read_scheduler import FairReadScheduler, SlicedReadProtocol
+from fumehood.http_server.fair_parse_scheduler import FairParseScheduler, SlicedReadProtocol
 from fumehood.http_server.slow_clients import StalledClientMixin, do_nothing
 from fumehood.http_server.uvicorn_http1 import Http1Protocol
 
@@ -66,7 +66,7 @@ class WebServer:
                     "_ConfiguredHttpProtocol",
                     (_SlicedHttpProtocol,),
                     {
-                        "scheduler": FairReadScheduler(),
+                        "scheduler": FairParseScheduler(),
                         "render_error": staticmethod(render_error),
                         "max_connections": max_connections,
                         "descriptor_limit": FileDescriptorGuard(),

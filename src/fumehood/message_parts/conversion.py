@@ -27,7 +27,13 @@ from fumehood.message_parts.canonical_parts import (
     pair_calls,
 )
 from fumehood.message_parts.field_codecs import FIELD_CODECS
-from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, get_text_at_path, set_at_path
+from fumehood.message_parts.json_path_access import (
+    MISSING,
+    copy_json,
+    get_at_path,
+    get_text_at_path,
+    set_at_path,
+)
 from fumehood.message_parts.otel_parts import SOURCE_FIELD, from_representation, to_representation
 from fumehood.message_parts.part_schema import REPRESENTATIONS, MalformedPartError
 from fumehood.message_parts.vendor_codec import (

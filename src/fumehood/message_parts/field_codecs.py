@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from fumehood.message_parts.canonical_parts import Json, JsonObject
-from fumehood.message_parts.json_paths import copy_json, is_same_json
+from fumehood.message_parts.json_path_access import copy_json, is_same_json
 
 type Extraction = tuple[Json, Json]  # decoded value, remainder
 

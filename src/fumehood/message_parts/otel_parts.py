@@ -35,7 +35,7 @@ from fumehood.message_parts.canonical_parts import (
     VendorRoundTripData,
     pair_calls,
 )
-from fumehood.message_parts.json_paths import is_same_json
+from fumehood.message_parts.json_path_access import is_same_json
 from fumehood.message_parts.part_schema import (
     PLAIN_PART_FIELDS,
     REPRESENTATIONS,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import cast
 
 from fumehood.message_parts.canonical_parts import Json, JsonObject, JsonPath
-from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, set_at_path
+from fumehood.message_parts.json_path_access import MISSING, copy_json, get_at_path, set_at_path
 
 _CLOSING_BRACKETS = {"{": "}", "[": "]"}
 

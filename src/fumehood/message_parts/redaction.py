@@ -23,7 +23,7 @@ from fumehood.message_parts.canonical_parts import (
     UriPart,
     VendorRoundTripData,
 )
-from fumehood.message_parts.json_paths import is_same_json
+from fumehood.message_parts.json_path_access import is_same_json
 
 NESTED_TOO_DEEPLY = "[nested too deeply]"
 

@@ -149,7 +149,7 @@ class FileSearchToolCallResponse(msgspec.Struct, kw_only=True, tag_field="type",
 # --- pictures and screens -----------------------------------------------------------------------------
 
 
-class MediaReference(msgspec.Struct, kw_only=True):
+class MediaDigest(msgspec.Struct, kw_only=True):
     """Replaces inline data: a `uri` or `file` part with the digest and size of the data."""
 
     type: str
@@ -162,9 +162,9 @@ class ImageGenerationToolCall(msgspec.Struct, kw_only=True, tag_field="type", ta
 
 
 class ImageGenerationToolCallResponse(msgspec.Struct, kw_only=True, tag_field="type", tag="image_generation"):
-    """`result` is the image as base64, or a reference to it."""
+    """`result` is the image as base64, or its digest."""
 
-    result: str | MediaReference | None
+    result: str | MediaDigest | None
     revised_prompt: OptionalField[str] = UNSET
     error: OptionalField[str] = UNSET
 

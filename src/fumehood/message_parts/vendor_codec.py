@@ -26,7 +26,13 @@ from fumehood.message_parts.canonical_parts import (
 )
 from fumehood.message_parts.execution_timing import EXECUTION_METADATA, read_timing
 from fumehood.message_parts.field_codecs import FIELD_CODECS, extract, parse_json_object
-from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, get_text_at_path, set_at_path
+from fumehood.message_parts.json_path_access import (
+    MISSING,
+    copy_json,
+    get_at_path,
+    get_text_at_path,
+    set_at_path,
+)
 from fumehood.message_parts.part_schema import find_name_error
 from fumehood.message_parts.partial_items import VendorStreamCollector
 

@@ -1,7 +1,7 @@
 """Model backends: each streams one turn of a model to the engine.
 
 `registry` routes model names to backends. `chat_completions` and `responses_api` ask model servers over HTTP;
-`direct_execution` runs the code of the user's message without a model. `upstream_health` and `upstream_diagnostics` say
+`direct_execution` runs the code of the user's message without a model. `upstream_health` and `upstream_checks` say
 what is wrong with a server.
 """
 

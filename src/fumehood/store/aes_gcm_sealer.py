@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from fumehood.http_server.secret_files import InsecureSecretFile, read_secret_file
 from fumehood.interfaces import InvalidSeal
-from fumehood.store.staged_blobs import fsync_path
+from fumehood.store.temporary_blob_files import fsync_path
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM

@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from fumehood.gateway_stats import StoreStats
 from fumehood.protocol.openai.api_errors import StorageCorrupted, StorageUnavailable
 from fumehood.store.migrations import StoreOpenError, is_up_to_date, migrate
-from fumehood.store.staged_blobs import fsync_path
+from fumehood.store.temporary_blob_files import fsync_path
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any
 from fumehood.interfaces import BeforeCommit
 from fumehood.protocol.openai.api_errors import StorageUnavailable
 from fumehood.store.migrations import StoreOpenError
-from fumehood.store.staged_blobs import StagedBlobs, try_lock
+from fumehood.store.temporary_blob_files import TemporaryBlobFiles, try_lock
 
 _NAME = re.compile(r"[0-9a-f]{64}")
 _CHUNK_BYTES = 256 << 10
@@ -52,7 +52,7 @@ class DiskBlobStore:
     async def put(
         self, content: bytes | AsyncIterable[bytes], before_commit: BeforeCommit | None = None
     ) -> str:
-        async def stage(staged: StagedBlobs) -> list[str]:
+        async def stage(staged: TemporaryBlobFiles) -> list[str]:
             rest = content if isinstance(content, bytes) else await _append_chunks(staged, content)
             return await _run_in_thread(staged.finish_stream, rest)
 
@@ -65,10 +65,10 @@ class DiskBlobStore:
         return await self._put_staged(lambda staged: _run_in_thread(staged.write, contents), before_commit)
 
     async def _put_staged(
-        self, stage: Callable[[StagedBlobs], Awaitable[list[str]]], before_commit: BeforeCommit | None
+        self, stage: Callable[[TemporaryBlobFiles], Awaitable[list[str]]], before_commit: BeforeCommit | None
     ) -> list[str]:
         """Publish what `stage` has written, unless it or `before_commit` raises."""
-        staged = StagedBlobs(self._incoming, self._locate, self._min_free_bytes)
+        staged = TemporaryBlobFiles(self._incoming, self._locate, self._min_free_bytes)
         try:
             names = await stage(staged)
             if before_commit is not None:
@@ -161,14 +161,14 @@ class _BlobReader:
             self._busy.release()
 
 
-async def _discard_in_thread(staged: StagedBlobs, error: BaseException) -> None:
+async def _discard_in_thread(staged: TemporaryBlobFiles, error: BaseException) -> None:
     discarding = asyncio.get_running_loop().run_in_executor(None, staged.discard)
     if isinstance(error, Exception):  # a cancelled task does not wait for a thread that still writes
         with suppress(OSError):  # the first error is raised
             await discarding
 
 
-async def _append_chunks(staged: StagedBlobs, content: AsyncIterable[bytes]) -> bytes:
+async def _append_chunks(staged: TemporaryBlobFiles, content: AsyncIterable[bytes]) -> bytes:
     """Append full buffers, and return the rest."""
     buffer = bytearray()
     async for chunk in content:

@@ -22,7 +22,7 @@ from opentelemetry.sdk.metrics.export import (
 )
 
 from fumehood.gateway_stats import BucketHistogram
-from fumehood.telemetry.metrics_page import MetricsPage
+from fumehood.telemetry.prometheus_to_otel import PrometheusToOtelBridge
 
 INSTRUMENTATION_SCOPE = "fumehood"
 _MAX_SERIES = 2000  # of one instrument, as in the SDK
@@ -97,7 +97,10 @@ class HistogramMetricExporter(OTLPMetricExporter):
     """Exports these histograms, and the metrics of a page, together with the SDK's own metrics."""
 
     def __init__(
-        self, instruments: Sequence[HistogramInstrument], page: MetricsPage | None = None, **settings: Any
+        self,
+        instruments: Sequence[HistogramInstrument],
+        page: PrometheusToOtelBridge | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__(**settings)
         self._instruments = instruments

@@ -32,9 +32,9 @@ from fumehood.telemetry.instrumentation import (
     InstrumentedRunService,
 )
 from fumehood.telemetry.log_event_emitter import LogEventEmitter
-from fumehood.telemetry.metrics_page import MetricsPage
 from fumehood.telemetry.operation_records import RecordDispatcher, RecordListener
 from fumehood.telemetry.otel_metrics import ModelNameLimiter, OtelMetrics
+from fumehood.telemetry.prometheus_to_otel import PrometheusToOtelBridge
 from fumehood.telemetry.semantic_conventions import (
     MAX_CONTENT_BYTES,
     OWN_PROVIDER,
@@ -114,7 +114,7 @@ class OtlpPipeline:
         self._environ = environ
         self._endpoint = settings.endpoint
         self._provider_name = settings.provider_name
-        self._metrics_page = MetricsPage()
+        self._metrics_page = PrometheusToOtelBridge()
         self._resource = _create_resource()
         self._shutdowns: list[tuple[Callable[[], None], _SupportsShutdown]] = []
         self._propagator = TraceContextPropagator(environ)

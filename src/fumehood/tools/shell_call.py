@@ -37,7 +37,7 @@ from fumehood.protocol.openai.items import (
     ShellExit,
     ShellTimeout,
 )
-from fumehood.protocol.openai.shell_commands import MAX_SHELL_COMMANDS, ShellCommandStream
+from fumehood.protocol.openai.shell_command_stream import MAX_SHELL_COMMANDS, ShellCommandStream
 from fumehood.protocol.openai.stream_events import (
     OutputItemAdded,
     OutputItemDone,

@@ -18,7 +18,7 @@ from fumehood.interfaces import (
 )
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.openai.shell_commands import SHELL_PARAMETERS
+from fumehood.protocol.openai.shell_command_stream import SHELL_PARAMETERS
 from fumehood.protocol.openai.tool_specs import ModelToolDefinition, ToolSpec
 from fumehood.tools.call_output_collector import NO_OUTPUT
 from fumehood.tools.container_binding import ConfiguredContainerTool, bind_container, find_call_container

@@ -1,6 +1,6 @@
 """Which operations each of the two bearer tokens allows."""
 
-from fumehood.sandbox_server.api.operations import OPERATIONS
+from fumehood.sandbox_server.api.http_operations import OPERATIONS
 from tests.support.sandbox_runs import settings
 from tests.support.sandbox_server import SandboxApiClient, run_server
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from fumehood.sandbox_server.api.operations import OPERATIONS, ApiOperation
+from fumehood.sandbox_server.api.http_operations import OPERATIONS, ApiOperation
 from tests.support.archives import make_tar
 from tests.support.sandbox_runs import settings
 from tests.support.sandbox_server import RunningServer, SandboxApiClient, run_server

@@ -10,7 +10,7 @@ import pytest
 from fumehood.protocol.sandbox.sandbox_errors import InvalidSandboxRequest, SandboxFileNotFound
 from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, SandboxSpec
 from fumehood.sandbox_server import structured_logging
-from fumehood.sandbox_server.api.sandbox_exchange import decode_json
+from fumehood.sandbox_server.api.sandbox_http_exchange import decode_json
 from fumehood.sandbox_server.supervisor.sandbox_files import to_file_error
 
 SPEC = msgspec.json.Decoder(SandboxSpec)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from fumehood.sandbox_server.api.operations import OPERATIONS
+from fumehood.sandbox_server.api.http_operations import OPERATIONS
 from tests.support.http_clients import needs_curl, needs_java, post_from_curl, post_from_java
 from tests.support.raw_http_connection import RawConnection, RawResponse, open_connection
 from tests.support.sandbox_runs import settings

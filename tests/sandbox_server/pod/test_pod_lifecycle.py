@@ -11,7 +11,7 @@ import pytest
 from fumehood.protocol.sandbox.sandbox_errors import FileRefused, SandboxFileNotFound, SandboxGone
 from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, ExecutionEnd, SandboxSpec
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
-from fumehood.sandbox_server.api.operations import OPERATIONS
+from fumehood.sandbox_server.api.http_operations import OPERATIONS
 from fumehood.testing.conformance_kits.sandbox_files_kit import read_content
 from fumehood.testing.conformance_kits.sandbox_kit import get_end, read_events
 from tests.support.archives import make_zip

@@ -12,11 +12,11 @@ from fumehood.client.runtime.blocking_shell import build_arguments, find_sdk_met
 from fumehood.client.runtime.evaluation_lock import LockTicket
 from fumehood.client.runtime.operations import (
     AwaitLock,
-    CallerIdentity,
     CallFunction,
+    CallingTask,
     CloseStream,
     EmitEvent,
-    IdentifyCaller,
+    GetCallingTask,
     OpenedStream,
     OpenStream,
     Operation,
@@ -94,8 +94,8 @@ class AsyncShell:
                 return await asyncio.sleep(operation.seconds)
             case AwaitLock():
                 return await _wait_for_ticket(operation.ticket, operation.timeout)
-            case IdentifyCaller():
-                return CallerIdentity(threading.get_ident(), asyncio.current_task())
+            case GetCallingTask():
+                return CallingTask(threading.get_ident(), asyncio.current_task())
             case _:
                 raise AssertionError(f"unknown operation: {operation!r}")
 

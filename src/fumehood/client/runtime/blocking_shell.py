@@ -10,11 +10,11 @@ from typing import Any, cast
 
 from fumehood.client.runtime.operations import (
     AwaitLock,
-    CallerIdentity,
     CallFunction,
+    CallingTask,
     CloseStream,
     EmitEvent,
-    IdentifyCaller,
+    GetCallingTask,
     OpenedStream,
     OpenStream,
     Operation,
@@ -106,8 +106,8 @@ class BlockingShell:
                 return self._sleep(operation.seconds)
             case AwaitLock():
                 return operation.ticket.wait(operation.timeout)
-            case IdentifyCaller():
-                return CallerIdentity(threading.get_ident())
+            case GetCallingTask():
+                return CallingTask(threading.get_ident())
             case _:
                 raise AssertionError(f"unknown operation: {operation!r}")
 

@@ -8,14 +8,14 @@ from weakref import WeakKeyDictionary
 
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import DeadlineExceededError, PromptEvaluationError
-from fumehood.client.runtime.operations import AwaitLock, CallerIdentity, IdentifyCaller, Steps, perform
+from fumehood.client.runtime.operations import AwaitLock, CallingTask, GetCallingTask, Steps, perform
 from fumehood.client.runtime.session import SessionProtocol
 
 
 class LockTicket:
     """A place in the queue for a lock. owner: what drives the evaluation."""
 
-    def __init__(self, owner: CallerIdentity) -> None:
+    def __init__(self, owner: CallingTask) -> None:
         self.owner = owner
         self._granted = threading.Event()
         self._mutex = threading.Lock()
@@ -48,7 +48,7 @@ class EvaluationLock:
         self._mutex = threading.Lock()
         self._queue: deque[LockTicket] = deque()  # the first holds the lock
 
-    def request(self, owner: CallerIdentity) -> LockTicket:
+    def request(self, owner: CallingTask) -> LockTicket:
         ticket = LockTicket(owner)
         with self._mutex:
             self._queue.append(ticket)
@@ -57,7 +57,7 @@ class EvaluationLock:
             ticket.grant()
         return ticket
 
-    def waits_for(self, caller: CallerIdentity) -> bool:
+    def waits_for(self, caller: CallingTask) -> bool:
         """Whether the evaluation that holds the lock cannot go on while this caller waits for it."""
         with self._mutex:
             holder = self._queue[0].owner if self._queue else None
@@ -91,7 +91,7 @@ def hold_conversation[T](
     """
     with _locks_mutex:
         lock = _locks.setdefault(session, EvaluationLock())
-    owner = yield from perform(IdentifyCaller())
+    owner = yield from perform(GetCallingTask())
     if lock in _held_locks.get() or lock.waits_for(owner):
         raise PromptEvaluationError(
             "The evaluation that started this one, or a stream that is still open, continues the same conversation; "

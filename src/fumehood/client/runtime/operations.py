@@ -96,7 +96,7 @@ class Sleep(Operation[None]):
 
 
 @dataclass(frozen=True)
-class CallerIdentity:
+class CallingTask:
     """What drives the core. task: None in the blocking shell."""
 
     thread: int
@@ -104,7 +104,7 @@ class CallerIdentity:
 
 
 @dataclass(frozen=True)
-class IdentifyCaller(Operation[CallerIdentity]):
+class GetCallingTask(Operation[CallingTask]):
     pass
 
 

@@ -11,7 +11,7 @@ from fumehood.gateway.body_parsing import check_json_body, decode_json
 from fumehood.gateway.gateway_exchange import ClientConnectionMonitor, GatewayExchange, encode_json
 from fumehood.gateway.gateway_metrics import GatewayMetrics
 from fumehood.gateway.request_limiter import RequestLimiter, RequestMemoryReservation
-from fumehood.gateway.routes.content_urls import (
+from fumehood.gateway.routes.content_url_check import (
     FindUrlProblem,
     check_message_urls,
     check_part_urls,
@@ -33,7 +33,7 @@ from fumehood.protocol.openai.api_errors import (
     ModelTimeout,
     to_error_body,
 )
-from fumehood.protocol.openai.model_server_requests import CreateChatCompletion, CreateEmbeddings
+from fumehood.protocol.openai.passthrough_requests import CreateChatCompletion, CreateEmbeddings
 
 MAX_SECONDS = 1800.0
 

@@ -12,7 +12,7 @@ from fumehood.message_parts.canonical_parts import (
     TextPart,
     UriPart,
 )
-from fumehood.message_parts.json_paths import get_text_at_path
+from fumehood.message_parts.json_path_access import get_text_at_path
 from fumehood.message_parts.partial_items import VendorStreamCollector, read_int, read_object
 from fumehood.message_parts.vendor_codec import (
     ItemMapping,

@@ -9,7 +9,7 @@ from fumehood.message_parts.canonical_parts import (
     ReasoningPart,
     TextPart,
 )
-from fumehood.message_parts.json_paths import get_at_path, get_text_at_path
+from fumehood.message_parts.json_path_access import get_at_path, get_text_at_path
 from fumehood.message_parts.partial_items import VendorStreamCollector
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,

@@ -21,7 +21,7 @@ from fumehood.message_parts.canonical_parts import (
     ToolPart,
     UriPart,
 )
-from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, get_text_at_path
+from fumehood.message_parts.json_path_access import MISSING, copy_json, get_at_path, get_text_at_path
 from fumehood.message_parts.partial_items import VendorStreamCollector, read_int, read_object
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,

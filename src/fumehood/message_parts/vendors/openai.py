@@ -14,7 +14,7 @@ from fumehood.message_parts.canonical_parts import (
     TextPart,
     UriPart,
 )
-from fumehood.message_parts.json_paths import get_at_path, get_text_at_path
+from fumehood.message_parts.json_path_access import get_at_path, get_text_at_path
 from fumehood.message_parts.partial_items import (
     PartialItems,
     VendorStreamCollector,

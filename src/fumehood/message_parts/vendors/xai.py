@@ -3,7 +3,7 @@
 import msgspec
 
 from fumehood.message_parts.canonical_parts import Json, JsonObject, JsonPath, ReasoningPart, TextPart
-from fumehood.message_parts.json_paths import copy_json, get_at_path, get_text_at_path
+from fumehood.message_parts.json_path_access import copy_json, get_at_path, get_text_at_path
 from fumehood.message_parts.partial_items import VendorStreamCollector, read_int, read_object
 from fumehood.message_parts.tool_payloads import RESERVED_NAMES
 from fumehood.message_parts.vendor_codec import (

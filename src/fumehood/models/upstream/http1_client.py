@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from fumehood.http_server.fair_read_scheduler import SLICE_BYTES, FairReadScheduler, split_slices
+from fumehood.http_server.fair_parse_scheduler import SLICE_BYTES, FairParseScheduler, split_slices
 
 # Many servers close idle connections after five seconds; discard them earlier, to avoid sending on a closing one.
 _KEEP_ALIVE_SECONDS = 4.0
@@ -93,7 +93,7 @@ class Http1Connection(asyncio.Protocol):
         the connection can be reused.
     """
 
-    def __init__(self, scheduler: FairReadScheduler) -> None:
+    def __init__(self, scheduler: FairParseScheduler) -> None:
         self._loop = asyncio.get_running_loop()
         self._scheduler = scheduler
         self._unparsed: deque[bytes] = deque()  # slices that wait for the read scheduler
@@ -423,7 +423,7 @@ class PooledHttpClient:
         self._idle: dict[tuple[bool, str, int], list[Http1Connection]] = {}
         self._connections: set[Http1Connection] = set()
         self._connection_slots = asyncio.Semaphore(max_connections)
-        self._scheduler = FairReadScheduler()
+        self._scheduler = FairParseScheduler()
         self._closed = False
 
     async def close(self) -> None:

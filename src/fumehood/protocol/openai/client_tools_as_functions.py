@@ -14,7 +14,7 @@ from fumehood.protocol.conversation import ConversationEntry
 from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.items import ApplyPatchOperation, InputItem, LocalShellAction, ShellAction
-from fumehood.protocol.openai.shell_commands import SHELL_PARAMETERS
+from fumehood.protocol.openai.shell_command_stream import SHELL_PARAMETERS
 from fumehood.protocol.openai.tool_specs import ModelToolDefinition, ToolSpec
 
 SHELL = "shell"

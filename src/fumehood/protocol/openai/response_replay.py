@@ -28,7 +28,7 @@ from fumehood.protocol.openai.items import (
     SummaryText,
 )
 from fumehood.protocol.openai.responses import Response
-from fumehood.protocol.openai.shell_commands import make_command_events
+from fumehood.protocol.openai.shell_command_stream import make_command_events
 from fumehood.protocol.openai.stream_events import (
     ApplyPatchDiffDelta,
     ApplyPatchDiffDone,

@@ -34,13 +34,13 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 from fumehood.sandbox_server import structured_logging
 from fumehood.sandbox_server.api import openapi, sandbox_metrics
-from fumehood.sandbox_server.api.operations import (
+from fumehood.sandbox_server.api.http_operations import (
     ARCHIVE_FORMATS,
     OPERATIONS,
     ApiOperation,
 )
-from fumehood.sandbox_server.api.sandbox_exchange import (
-    SandboxExchange,
+from fumehood.sandbox_server.api.sandbox_http_exchange import (
+    SandboxHttpExchange,
     SandboxMethodNotAllowed,
     decode_json,
     encode_json,
@@ -57,7 +57,7 @@ _DISCONNECT_CHECK_AFTER = 1.0
 _TENANT_PATTERN = re.compile(r"[A-Za-z0-9_.:@-]{0,128}")
 _ARCHIVE_FORMATS: dict[str, ArchiveFormat] = {kind: kind for kind in ARCHIVE_FORMATS}
 
-type Handler = Callable[[SandboxExchange], Awaitable[None]]
+type Handler = Callable[[SandboxHttpExchange], Awaitable[None]]
 type _PathRoutes = dict[str, tuple[Handler, ApiOperation]]  # by method
 
 _encode_lines = msgspec.json.Encoder().encode_lines
@@ -99,7 +99,7 @@ class SandboxServerApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"this server does not speak {scope['type']}")
-        context = SandboxExchange(scope, receive, send)
+        context = SandboxHttpExchange(scope, receive, send)
         try:
             handler = self._find_handler(context, context.decode_path())
             await handler(context)
@@ -121,7 +121,7 @@ class SandboxServerApp:
                     SandboxServerAtCapacity(f"The sandbox server is short of {exhausted}; try again later."),
                 )
 
-    async def _send_error(self, exchange: SandboxExchange, error: SandboxError) -> None:
+    async def _send_error(self, exchange: SandboxHttpExchange, error: SandboxError) -> None:
         self._service.metrics.record_error(error.code)
         structured_logging.log_event(
             "request_rejected",
@@ -138,7 +138,7 @@ class SandboxServerApp:
                 extra = [(b"allow", error.allowed.encode())]
             await exchange.send_error(error, extra)
 
-    def _find_handler(self, exchange: SandboxExchange, path: str) -> Handler:
+    def _find_handler(self, exchange: SandboxHttpExchange, path: str) -> Handler:
         """Find the handler of a request, and check that the caller may use it."""
         routes = self._match_path(exchange, path)
         if routes is None:
@@ -157,7 +157,7 @@ class SandboxServerApp:
             self._authorize(exchange, for_metrics=operation.accepts_metrics_token)
         return handler
 
-    def _match_path(self, exchange: SandboxExchange, path: str) -> _PathRoutes | None:
+    def _match_path(self, exchange: SandboxHttpExchange, path: str) -> _PathRoutes | None:
         for pattern, routes in self._routes:
             if (match := pattern.match(path)) is not None:
                 exchange.path_parameters = match.groupdict()
@@ -165,7 +165,7 @@ class SandboxServerApp:
         return None
 
     def _authorize(
-        self, exchange: SandboxExchange, *, protected: bool = True, for_metrics: bool = False
+        self, exchange: SandboxHttpExchange, *, protected: bool = True, for_metrics: bool = False
     ) -> bool:
         """Whether the caller sent the token.
 
@@ -181,7 +181,7 @@ class SandboxServerApp:
         exchange.check_protocol_version()
         return allowed
 
-    def _check_origin(self, exchange: SandboxExchange) -> None:
+    def _check_origin(self, exchange: SandboxHttpExchange) -> None:
         host = exchange.headers.get(b"host", b"")
         if self._host_names is not None and not self._host_names.matches(host):
             raise ForbiddenOrigin(
@@ -192,18 +192,18 @@ class SandboxServerApp:
         if is_cross_site(exchange.headers):
             raise ForbiddenOrigin("Web pages of other sites may not use this server.", param="origin")
 
-    def _find_sandbox(self, exchange: SandboxExchange) -> SandboxInstance:
+    def _find_sandbox(self, exchange: SandboxHttpExchange) -> SandboxInstance:
         return self._service.get(_read_name(exchange, "id"))
 
     @contextlib.contextmanager
-    def _use_sandbox(self, exchange: SandboxExchange) -> Generator[SandboxInstance]:
+    def _use_sandbox(self, exchange: SandboxHttpExchange) -> Generator[SandboxInstance]:
         sandbox = self._find_sandbox(exchange)
         with sandbox.in_use():
             yield sandbox
 
     # ---- sandboxes --------------------------------------------------------------------------------------------
 
-    async def put_sandbox(self, exchange: SandboxExchange) -> None:
+    async def put_sandbox(self, exchange: SandboxHttpExchange) -> None:
         name = _read_name(exchange, "id")
         settings = self._service.settings
         exchange.require_json()
@@ -212,14 +212,14 @@ class SandboxServerApp:
         sandbox, new = await self._service.get_or_create(name, spec)
         await exchange.send_json(sandbox.info(), 201 if new else 200)
 
-    async def get_sandbox(self, exchange: SandboxExchange) -> None:
+    async def get_sandbox(self, exchange: SandboxHttpExchange) -> None:
         await exchange.send_json(self._find_sandbox(exchange).info())
 
-    async def delete_sandbox(self, exchange: SandboxExchange) -> None:
+    async def delete_sandbox(self, exchange: SandboxHttpExchange) -> None:
         await self._service.delete(_read_name(exchange, "id"))
         await exchange.send_no_content()
 
-    async def list_sandboxes(self, exchange: SandboxExchange) -> None:
+    async def list_sandboxes(self, exchange: SandboxHttpExchange) -> None:
         tenant = exchange.query_value("tenant")
         if tenant is not None and _TENANT_PATTERN.fullmatch(tenant) is None:
             raise InvalidSandboxRequest(
@@ -229,14 +229,14 @@ class SandboxServerApp:
 
     # ---- executions -------------------------------------------------------------------------------------------
 
-    async def execute(self, exchange: SandboxExchange) -> None:
+    async def execute(self, exchange: SandboxHttpExchange) -> None:
         name = _read_name(exchange, "id")
         settings = self._service.settings
         request = await exchange.read_json(_decode_execute, settings.request_bytes, settings.request_seconds)
         sandbox = self._service.get_live_or_ended(name) if request.execution_id else self._service.get(name)
         await self._stream_events(exchange, self._service.start_execution(sandbox, request))
 
-    async def follow(self, exchange: SandboxExchange) -> None:
+    async def follow(self, exchange: SandboxHttpExchange) -> None:
         sandbox = self._service.get_live_or_ended(_read_name(exchange, "id"))
         after = _parse_number(exchange.query_value("after"), "after", -1)
         if after < -1:
@@ -246,7 +246,7 @@ class SandboxServerApp:
         await self._stream_events(exchange, execution, after)
 
     async def _stream_events(
-        self, exchange: SandboxExchange, execution: SandboxExecution, after: int = -1
+        self, exchange: SandboxHttpExchange, execution: SandboxExecution, after: int = -1
     ) -> None:
         """Send events as they come; the execution goes on when the client disconnects."""
         if exchange.method == "HEAD":
@@ -282,7 +282,7 @@ class SandboxServerApp:
             if disconnect is not None:
                 disconnect.cancel()
 
-    async def interrupt(self, exchange: SandboxExchange) -> None:
+    async def interrupt(self, exchange: SandboxHttpExchange) -> None:
         with self._use_sandbox(exchange) as sandbox:
             execution_id = exchange.query_value("execution_id")
             if execution_id is not None:
@@ -290,7 +290,7 @@ class SandboxServerApp:
             interrupted = sandbox.executions.interrupt(execution_id)
         await exchange.send_json(InterruptResponse(interrupted=interrupted))
 
-    async def execute_once(self, exchange: SandboxExchange) -> None:
+    async def execute_once(self, exchange: SandboxHttpExchange) -> None:
         settings = self._service.settings
         request = await exchange.read_json(
             _decode_one_shot, settings.one_shot_bytes, settings.request_seconds
@@ -311,11 +311,11 @@ class SandboxServerApp:
 
     # ---- files ------------------------------------------------------------------------------------------------
 
-    async def list_files(self, exchange: SandboxExchange) -> None:
+    async def list_files(self, exchange: SandboxHttpExchange) -> None:
         with self._use_sandbox(exchange) as sandbox:
             await exchange.send_json(await sandbox.files.list(exchange.query_value("since")))
 
-    async def read_file(self, exchange: SandboxExchange) -> None:
+    async def read_file(self, exchange: SandboxHttpExchange) -> None:
         with self._use_sandbox(exchange) as sandbox:
             async with await sandbox.files.open(exchange.path_parameters["path"]) as opened:
                 try:
@@ -323,7 +323,7 @@ class SandboxServerApp:
                 finally:
                     self._service.metrics.record_file_bytes("out", opened.bytes_read)
 
-    async def _send_file(self, exchange: SandboxExchange, opened: OpenFile) -> None:
+    async def _send_file(self, exchange: SandboxHttpExchange, opened: OpenFile) -> None:
         await exchange.start_binary_response(opened.size)
         left = 0 if exchange.method == "HEAD" else opened.size
         if not left:
@@ -334,7 +334,7 @@ class SandboxServerApp:
                 left -= len(chunk)
                 await exchange.send(chunk, more=left > 0)
 
-    async def write_file(self, exchange: SandboxExchange) -> None:
+    async def write_file(self, exchange: SandboxHttpExchange) -> None:
         with self._use_sandbox(exchange) as sandbox:
             chunks = exchange.iter_chunks(self._service.settings.file_bytes)
             executable = exchange.query_value("executable") or "false"
@@ -345,7 +345,7 @@ class SandboxServerApp:
         self._service.metrics.record_file_bytes("in", entry.size)
         await exchange.send_json(entry)
 
-    async def read_files(self, exchange: SandboxExchange) -> None:
+    async def read_files(self, exchange: SandboxHttpExchange) -> None:
         settings = self._service.settings
         with self._use_sandbox(exchange) as sandbox:
             request = await exchange.read_json(_decode_read, settings.request_bytes, settings.request_seconds)
@@ -357,11 +357,11 @@ class SandboxServerApp:
                     await self._send_read_chunk(exchange, chunk)
         await exchange.send(b"", more=False)
 
-    async def _send_read_chunk(self, exchange: SandboxExchange, chunk: bytes) -> None:
+    async def _send_read_chunk(self, exchange: SandboxHttpExchange, chunk: bytes) -> None:
         self._service.metrics.record_file_bytes("out", len(chunk))
         await exchange.send(chunk)
 
-    async def write_files(self, exchange: SandboxExchange) -> None:
+    async def write_files(self, exchange: SandboxHttpExchange) -> None:
         exchange.require_binary()
         with self._use_sandbox(exchange) as sandbox:
             chunks = exchange.iter_chunks(self._service.settings.file_bytes)
@@ -369,12 +369,12 @@ class SandboxServerApp:
         self._service.metrics.record_file_bytes("in", written.bytes)
         await exchange.send_json(written)
 
-    async def delete_file(self, exchange: SandboxExchange) -> None:
+    async def delete_file(self, exchange: SandboxHttpExchange) -> None:
         with self._use_sandbox(exchange) as sandbox:
             await sandbox.files.delete(exchange.path_parameters["path"])
         await exchange.send_no_content()
 
-    async def unpack(self, exchange: SandboxExchange) -> None:
+    async def unpack(self, exchange: SandboxHttpExchange) -> None:
         exchange.require_binary()
         with self._use_sandbox(exchange) as sandbox:
             kind = _ARCHIVE_FORMATS.get(exchange.query_value("kind") or "")
@@ -387,7 +387,7 @@ class SandboxServerApp:
 
     # ---- the server itself ------------------------------------------------------------------------------------
 
-    async def health(self, exchange: SandboxExchange) -> None:
+    async def health(self, exchange: SandboxHttpExchange) -> None:
         health = self._service.health()
         status = 200 if health.status == "ok" else 503
         if self._authorize(exchange, protected=False):
@@ -395,12 +395,12 @@ class SandboxServerApp:
         else:
             await exchange.send_json({"status": health.status}, status)
 
-    async def metrics(self, exchange: SandboxExchange) -> None:
+    async def metrics(self, exchange: SandboxHttpExchange) -> None:
         await exchange.send_response(
             200, self._service.metrics.render(), sandbox_metrics.CONTENT_TYPE.encode()
         )
 
-    async def openapi(self, exchange: SandboxExchange) -> None:
+    async def openapi(self, exchange: SandboxHttpExchange) -> None:
         await exchange.send_response(200, self._openapi)
 
 
@@ -409,12 +409,12 @@ def _compile_path(path: str) -> re.Pattern[str]:
     return re.compile(pattern.pattern, re.DOTALL)  # a file name may contain a newline
 
 
-def _has_token(exchange: SandboxExchange, token: bytes) -> bool:
+def _has_token(exchange: SandboxHttpExchange, token: bytes) -> bool:
     sent = exchange.authorization_headers()
     return len(sent) == 1 and hmac.compare_digest(sent[0], token)
 
 
-def _read_name(exchange: SandboxExchange, parameter: str) -> str:
+def _read_name(exchange: SandboxHttpExchange, parameter: str) -> str:
     return validate_name(exchange.path_parameters[parameter], parameter)
 
 

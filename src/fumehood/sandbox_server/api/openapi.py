@@ -8,8 +8,8 @@ import msgspec
 
 from fumehood.protocol.sandbox.sandbox_errors import SandboxErrorBody
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEvent
-from fumehood.sandbox_server.api.operations import NDJSON, OPERATIONS, ApiOperation, OperationParameter
-from fumehood.sandbox_server.api.sandbox_exchange import EXECUTION_HEADER, PROTOCOL_HEADER
+from fumehood.sandbox_server.api.http_operations import NDJSON, OPERATIONS, ApiOperation, OperationParameter
+from fumehood.sandbox_server.api.sandbox_http_exchange import EXECUTION_HEADER, PROTOCOL_HEADER
 from fumehood.sandbox_server.settings import SandboxServerSettings
 
 type JsonObject = dict[str, Any]

@@ -17,7 +17,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
 )
 from fumehood.sandbox_server import structured_logging
 from fumehood.sandbox_server.api.app import KEEPALIVE_SECONDS, SandboxServerApp
-from fumehood.sandbox_server.api.sandbox_exchange import PROTOCOL_VERSION_HEADER, encode_json
+from fumehood.sandbox_server.api.sandbox_http_exchange import PROTOCOL_VERSION_HEADER, encode_json
 from fumehood.sandbox_server.api.sandbox_service import SandboxService
 from fumehood.sandbox_server.pod.container_sockets import wait_for_sockets
 from fumehood.sandbox_server.settings import SandboxServerSettings

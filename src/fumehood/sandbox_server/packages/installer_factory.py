@@ -11,11 +11,11 @@ from fumehood.sandbox_server.host.python_runtime import (
     PythonRuntimeUnavailable,
     find_sandbox_distributions,
 )
-from fumehood.sandbox_server.packages.base_environment import BaseEnvironment
 from fumehood.sandbox_server.packages.install_jail import InstallJail
 from fumehood.sandbox_server.packages.installer import Installer
 from fumehood.sandbox_server.packages.layer_store import LayerStore
 from fumehood.sandbox_server.packages.package_index_config import PackageIndexConfig
+from fumehood.sandbox_server.packages.preinstalled_packages import PreinstalledPackages
 from fumehood.sandbox_server.packages.uv_client import UvClient
 from fumehood.sandbox_server.packages.uv_container import UvContainer
 from fumehood.sandbox_server.settings import SandboxServerSettings
@@ -65,7 +65,7 @@ def open_installer(
         max_bytes=settings.packages_bytes,
         cgroup_numbers=itertools.count(1),
     )
-    return Installer(store, UvClient(jail, BaseEnvironment(find_sandbox_distributions)))
+    return Installer(store, UvClient(jail, PreinstalledPackages(find_sandbox_distributions)))
 
 
 def open_container_installer(
@@ -87,7 +87,7 @@ def open_container_installer(
         timeout=settings.install_timeout,
         max_bytes=max_bytes,
     )
-    return Installer(store, UvClient(runner, BaseEnvironment(find_sandbox_distributions)))
+    return Installer(store, UvClient(runner, PreinstalledPackages(find_sandbox_distributions)))
 
 
 def _find_uv() -> Path:

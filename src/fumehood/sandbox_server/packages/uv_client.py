@@ -9,10 +9,10 @@ from typing import Protocol
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from fumehood.sandbox_server.packages.base_environment import BaseEnvironment
 from fumehood.sandbox_server.packages.install_jail import UvResult
 from fumehood.sandbox_server.packages.layer_store import PinnedPackage
 from fumehood.sandbox_server.packages.package_index_config import PackageIndexConfig
+from fumehood.sandbox_server.packages.preinstalled_packages import PreinstalledPackages
 
 _MAX_QUOTED = 600
 _MAX_READ = 8000  # of uv's output: the index controls much of it, and regular expressions take time
@@ -88,10 +88,10 @@ class UvRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UvClient:
-    """Runs uv, with the packages of the base environment as known wheels."""
+    """Runs uv, with the preinstalled packages as known wheels."""
 
     jail: UvRunner
-    base: BaseEnvironment
+    base: PreinstalledPackages
 
     async def resolve(
         self,

@@ -279,7 +279,7 @@ FCNTL = {
     "F_GET_SEALS": 1034,
 }
 # EINVAL is how fcntl says "no such command". Not the locks of open files: the kernel names no process for them, so
-# nobody could tell whose they are when there are too many (see resource_watchdog.py).
+# nobody could tell whose they are when there are too many (see host_exhaustion_watchdog.py).
 FCNTL_UNKNOWN = {
     "F_OFD_GETLK": 36,
     "F_OFD_SETLK": 37,

@@ -214,7 +214,7 @@ class SandboxInstance:
         self._require_data_fd()
         await self.zygote.attach_layers(self._next_number(), self._namespace_fd, layers)
 
-    # ---- as a `resource_watchdog.WatchedSandbox` --------------------------------------------------------------
+    # ---- as a `host_exhaustion_watchdog.WatchedSandbox` --------------------------------------------------------------
 
     def processes(self) -> list[int]:
         return [] if self.resources.cgroup is None else self.resources.cgroup.processes()

@@ -21,7 +21,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
 )
 from fumehood.protocol.sandbox.sandbox_messages import MemoryTier, SandboxSpec
 from fumehood.sandbox_server.egress.proxy_control import EgressController, SandboxNetworkConfig
-from fumehood.sandbox_server.host import orphan_cleanup, resource_watchdog
+from fumehood.sandbox_server.host import host_exhaustion_watchdog, orphan_cleanup
 from fumehood.sandbox_server.host.cgroups import open_join_fds
 from fumehood.sandbox_server.host.disks import Disk
 from fumehood.sandbox_server.host.jail_launcher import ZygoteLaunchConfig
@@ -150,10 +150,10 @@ class Supervisor:
             self.pod.choose_memory(self.zygote.info.memory_limit)
         self._refill()
         if mode != "pod":
-            self._run_in_background(resource_watchdog.watch_kernel_objects(self.claimed_sandboxes))
+            self._run_in_background(host_exhaustion_watchdog.watch_kernel_objects(self.claimed_sandboxes))
             if self._resource_allocator.cgroup_tree is not None:
                 self._run_in_background(
-                    resource_watchdog.watch_memory(
+                    host_exhaustion_watchdog.watch_memory(
                         self.claimed_sandboxes,
                         self._resource_allocator.cgroup_tree,
                         self._settings.total_memory_limit(),

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from fumehood.client.adapters.evaluation_call import EvaluationCall
+from fumehood.client.adapters.evaluation_arguments import EvaluationArguments
 from fumehood.client.adapters.evaluation_stream import AsyncEvaluationStream, EvaluationStream
 from fumehood.client.adapters.openai.code_interpreter_tool import (
     build_container_spec,
@@ -34,7 +34,7 @@ from fumehood.client.adapters.openai.tool_call_loop import ToolCallLoop
 from fumehood.client.adapters.openai.wire import EXECUTION_FIELD, responses_tool_choice, responses_tool_spec
 from fumehood.client.adapters.openai.workspace import OpenAIContainerWorkspaceSection
 from fumehood.client.adapters.provider_adapter import PromptResponse
-from fumehood.client.adapters.shared import ToolExecutor, tool_to_spec
+from fumehood.client.adapters.tool_execution import ToolExecutor, tool_to_spec
 from fumehood.client.budget import Budget, BudgetTracker
 from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
@@ -173,7 +173,7 @@ class OpenAIAdapter:
 
         Raises PromptEvaluationError; PromptValidationError before anything is sent.
         """
-        call = EvaluationCall(
+        call = EvaluationArguments(
             prompt, params, session, bus, parse_output, deadline, budget, budget_tracker, resources
         )
         return BlockingShell(self._clients.get_client).run(self._evaluate(call))
@@ -193,7 +193,7 @@ class OpenAIAdapter:
         """As `evaluate`, without blocking the event loop: asynchronous handlers are awaited, others run in threads."""
         from fumehood.client.runtime.async_shell import AsyncShell
 
-        call = EvaluationCall(
+        call = EvaluationArguments(
             prompt, params, session, bus, parse_output, deadline, budget, budget_tracker, resources
         )
         return await AsyncShell(self._clients.get_async_client).run(self._evaluate(call, is_async=True))
@@ -211,7 +211,7 @@ class OpenAIAdapter:
         resources: Resources | None = None,
     ) -> EvaluationStream[Out]:
         """As `evaluate`, with events while the model writes and tools run: `with adapter.stream(…) as events: …`."""
-        call = EvaluationCall(
+        call = EvaluationArguments(
             prompt, params, session, bus, parse_output, deadline, budget, budget_tracker, resources
         )
         shell = BlockingShell(self._clients.get_client)
@@ -232,7 +232,7 @@ class OpenAIAdapter:
         """As `stream`, without blocking the event loop: `async with adapter.astream(…) as events: …`."""
         from fumehood.client.runtime.async_shell import AsyncShell
 
-        call = EvaluationCall(
+        call = EvaluationArguments(
             prompt, params, session, bus, parse_output, deadline, budget, budget_tracker, resources
         )
         shell = AsyncShell(self._clients.get_async_client)
@@ -241,7 +241,7 @@ class OpenAIAdapter:
     # ---- one evaluation -------------------------------------------------------------------------------------
 
     def _evaluate(
-        self, call: EvaluationCall[Out], *, is_async: bool = False, is_streamed: bool = False
+        self, call: EvaluationArguments[Out], *, is_async: bool = False, is_streamed: bool = False
     ) -> Steps[PromptResponse[Out]]:
         """Evaluate a prompt; all four ways to do so run these steps."""
         event = EvaluationStarted(
@@ -272,7 +272,7 @@ class OpenAIAdapter:
 
     def _run_evaluation(
         self,
-        call: EvaluationCall[Out],
+        call: EvaluationArguments[Out],
         bound: Prompt[Out],
         rendered: RenderedPrompt[Out],
         workspace: OpenAIContainerWorkspaceSection | None,

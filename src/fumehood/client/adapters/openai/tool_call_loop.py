@@ -35,13 +35,13 @@ from fumehood.client.adapters.openai.wire import (
     read_last_message,
 )
 from fumehood.client.adapters.provider_adapter import PromptResponse
-from fumehood.client.adapters.shared import ToolExecutor
 from fumehood.client.adapters.stream_events import (
     EvaluationEvent,
     EvaluationFinished,
     FunctionCallFinished,
     TurnFinished,
 )
+from fumehood.client.adapters.tool_execution import ToolExecutor
 from fumehood.client.budget import TokenUsage
 from fumehood.client.dbc import ensure
 from fumehood.client.errors import (

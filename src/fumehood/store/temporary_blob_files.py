@@ -19,7 +19,7 @@ from pathlib import Path
 _MAX_SINGLE_FSYNCS = 8  # syncfs also waits for other writers on the disk
 
 
-class StagedBlobs:
+class TemporaryBlobFiles:
     """One streamed blob or many small ones, not yet published. Used by one thread at a time.
 
     The directory is locked, so that it is not removed as left by a dead process.

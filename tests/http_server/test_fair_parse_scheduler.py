@@ -7,9 +7,9 @@ from typing import Any, override
 
 import pytest
 
-from fumehood.http_server import fair_read_scheduler
+from fumehood.http_server import fair_parse_scheduler
 from fumehood.http_server.asgi_exchange import AsgiExchange, Receive, Scope, Send
-from fumehood.http_server.fair_read_scheduler import FairReadScheduler, SlicedReadProtocol
+from fumehood.http_server.fair_parse_scheduler import FairParseScheduler, SlicedReadProtocol
 from tests.http_server.test_web_server import run_server
 
 ONE_READ = 256 << 10  # as much as uvloop or asyncio reads at once
@@ -33,7 +33,7 @@ class WorkingConnection:
 async def test_a_connection_that_raises_keeps_no_other_waiting() -> None:
     told: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
-    share, before, after = FairReadScheduler(), WorkingConnection(), WorkingConnection()
+    share, before, after = FairParseScheduler(), WorkingConnection(), WorkingConnection()
     share.schedule(FailingConnection())
     share.schedule(before)
     await asyncio.sleep(0.05)
@@ -74,7 +74,7 @@ class FailingProtocol(asyncio.Protocol):
 
 class SlicedFailingProtocol(SlicedReadProtocol, FailingProtocol):
     def __init__(self) -> None:
-        self.scheduler = FairReadScheduler()
+        self.scheduler = FairParseScheduler()
         self.transport: FakeTransport = FakeTransport(self)  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
@@ -120,7 +120,7 @@ UPGRADE = (
 async def test_what_waits_to_be_parsed_is_bounded(
     first: bytes, flood: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fair_read_scheduler, "_PARSE_SECONDS_PER_ROUND", 0.0)  # one slice in each round
+    monkeypatch.setattr(fair_parse_scheduler, "_PARSE_SECONDS_PER_ROUND", 0.0)  # one slice in each round
     most = 0
     receive = SlicedReadProtocol.data_received
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.metrics.export import Gauge, Sum
 
-from fumehood.telemetry.metrics_page import MetricsPage, to_otel_name
+from fumehood.telemetry.prometheus_to_otel import PrometheusToOtelBridge, to_otel_name
 
 PAGE = b"""\
 # HELP fumehood_sandbox_pool_available Sandboxes in the pool.
@@ -37,7 +37,7 @@ def points(data: Any) -> list[tuple[dict[str, Any], float]]:
 
 
 async def test_gauges_and_counters_are_exported_with_names_and_units_of_opentelemetry() -> None:
-    page = MetricsPage()
+    page = PrometheusToOtelBridge()
 
     async def read() -> bytes:
         return PAGE
@@ -59,7 +59,7 @@ async def test_gauges_and_counters_are_exported_with_names_and_units_of_opentele
 
 
 async def test_the_last_page_is_exported_after_the_loop_has_ended() -> None:
-    page = MetricsPage()
+    page = PrometheusToOtelBridge()
 
     async def read() -> bytes:
         return PAGE
@@ -70,7 +70,7 @@ async def test_the_last_page_is_exported_after_the_loop_has_ended() -> None:
 
 
 def test_without_a_page_there_is_nothing() -> None:
-    assert MetricsPage().collect() == []
+    assert PrometheusToOtelBridge().collect() == []
 
 
 @pytest.mark.parametrize(

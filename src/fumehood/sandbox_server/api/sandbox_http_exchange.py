@@ -66,7 +66,7 @@ class RequestTimeout(InvalidSandboxRequest):
     status = 408
 
 
-class SandboxExchange(AsgiExchange):
+class SandboxHttpExchange(AsgiExchange):
     """Reads the request and writes the response."""
 
     __slots__ = ("_direct_writer", "_query", "scope", "started")

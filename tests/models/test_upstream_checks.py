@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fumehood.models.model_settings import Secret
-from fumehood.models.upstream_diagnostics import UpstreamFinding, UpstreamReport, diagnose_upstream
+from fumehood.models.upstream_checks import UpstreamFinding, UpstreamReport, diagnose_upstream
 from tests.support.raw_model_server import Responder, document, error, open_raw_model_server
 from tests.support.small_model_server import KEY, run_small_model_server
 

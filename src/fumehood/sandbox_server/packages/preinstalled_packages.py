@@ -22,7 +22,7 @@ _WHEEL_METADATA = "Wheel-Version: 1.0\nGenerator: fumehood\nRoot-Is-Purelib: tru
 
 
 @dataclass(frozen=True)
-class BaseEnvironment:
+class PreinstalledPackages:
     """The packages that every sandbox has from the start.
 
     find_distributions: called on first use, since it is slow and not every server installs packages.

@@ -17,8 +17,8 @@ import pytest
 from fumehood.interfaces import SandboxRef
 from fumehood.protocol.sandbox.sandbox_errors import SandboxGone, SandboxNotFound, SandboxServerUnreachable
 from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, SandboxSpec, Stdout
-from fumehood.sandbox_client.local_provider import (
-    LocalSandboxProvider,
+from fumehood.sandbox_client.local_server_provider import (
+    LocalServerProvider,
     LocalServerSettings,
     remove_abandoned_directories,
 )
@@ -39,9 +39,9 @@ def short_path() -> Generator[Path]:
 
 
 @pytest.fixture
-async def local(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[LocalSandboxProvider]:
+async def local(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[LocalServerProvider]:
     monkeypatch.setattr("tempfile.tempdir", str(short_path))
-    async with LocalSandboxProvider(SETTINGS) as provider:
+    async with LocalServerProvider(SETTINGS) as provider:
         yield provider
     assert list(short_path.iterdir()) == []
 
@@ -61,13 +61,13 @@ def _running(pid: int) -> bool:
     return "\nState:\tZ" not in status  # whoever inherits it may take its time to notice
 
 
-async def printed(provider: LocalSandboxProvider, code: str) -> str:
+async def printed(provider: LocalServerProvider, code: str) -> str:
     sandbox = await provider.attach(await provider.create(SandboxSpec(), "one"))
     events = [event async for event in sandbox.execute(ExecuteRequest(code=code))]
     return "".join(event.text for event in events if isinstance(event, Stdout))
 
 
-async def test_it_starts_serves_and_ends(local: LocalSandboxProvider) -> None:
+async def test_it_starts_serves_and_ends(local: LocalServerProvider) -> None:
     pid = local.server_pid
     assert pid is not None
     assert os.getsid(pid) == pid
@@ -80,18 +80,18 @@ async def test_it_starts_serves_and_ends(local: LocalSandboxProvider) -> None:
 
 
 async def test_the_server_knows_no_secret(
-    local: LocalSandboxProvider, monkeypatch: pytest.MonkeyPatch
+    local: LocalServerProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await local.close()
     monkeypatch.setenv("OPENAI_API_KEY", "s3cret")
     monkeypatch.setenv("FUMEHOOD_SANDBOX_TOKEN", "another-s3cret-of-ours")
-    async with LocalSandboxProvider(SETTINGS) as provider:
+    async with LocalServerProvider(SETTINGS) as provider:
         environ = Path(f"/proc/{provider.server_pid}/environ").read_bytes()
         assert b"s3cret" not in environ
         assert b"PATH=" in environ
 
 
-async def test_a_server_that_dies_is_replaced_and_its_sandboxes_are_gone(local: LocalSandboxProvider) -> None:
+async def test_a_server_that_dies_is_replaced_and_its_sandboxes_are_gone(local: LocalServerProvider) -> None:
     ref = await local.create(SandboxSpec(), "old")
     sandbox = await local.attach(ref)
     events = sandbox.execute(ExecuteRequest(code="import time\nprint('here', flush=True)\ntime.sleep(60)"))
@@ -111,7 +111,7 @@ async def test_a_server_that_dies_is_replaced_and_its_sandboxes_are_gone(local: 
     assert await printed(local, "print('again')") == "again\n"
 
 
-async def test_a_server_that_dies_while_it_is_asked(local: LocalSandboxProvider) -> None:
+async def test_a_server_that_dies_while_it_is_asked(local: LocalServerProvider) -> None:
     first = local.server_pid
     assert first is not None
     os.kill(first, signal.SIGSTOP)  # it takes the request, and never answers
@@ -124,7 +124,7 @@ async def test_a_server_that_dies_while_it_is_asked(local: LocalSandboxProvider)
     assert local.server_pid not in (None, first)
 
 
-async def test_callers_at_once_start_one_server(local: LocalSandboxProvider) -> None:
+async def test_callers_at_once_start_one_server(local: LocalServerProvider) -> None:
     assert local.server_pid is not None
     os.kill(local.server_pid, signal.SIGKILL)
     await until_dead(local)
@@ -133,18 +133,16 @@ async def test_callers_at_once_start_one_server(local: LocalSandboxProvider) -> 
 
 
 @pytest.fixture
-def slow_provider(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[SlowStart, LocalSandboxProvider]:
+def slow_provider(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SlowStart, LocalServerProvider]:
     """A provider whose server starts when it is told to."""
     monkeypatch.setattr("tempfile.tempdir", str(short_path))
     slow = SlowStart(short_path)
     options = (*SETTINGS.options, "--config", str(slow.config))
-    return slow, LocalSandboxProvider(dataclasses.replace(SETTINGS, options=options))
+    return slow, LocalServerProvider(dataclasses.replace(SETTINGS, options=options))
 
 
 async def test_a_start_outlives_the_caller_that_caused_it(
-    slow_provider: tuple[SlowStart, LocalSandboxProvider],
+    slow_provider: tuple[SlowStart, LocalServerProvider],
 ) -> None:
     slow, provider = slow_provider
     pids: set[int] = set()
@@ -162,7 +160,7 @@ async def test_a_start_outlives_the_caller_that_caused_it(
 
 
 async def test_closing_ends_a_start_and_tells_those_who_wait(
-    slow_provider: tuple[SlowStart, LocalSandboxProvider],
+    slow_provider: tuple[SlowStart, LocalServerProvider],
 ) -> None:
     _, provider = slow_provider
     waiting = asyncio.ensure_future(provider.health())
@@ -178,7 +176,7 @@ async def test_closing_ends_a_start_and_tells_those_who_wait(
 FAILED_START = "Could not start the sandbox server on this host: %s"
 
 
-async def until_dead(local: LocalSandboxProvider) -> None:
+async def until_dead(local: LocalServerProvider) -> None:
     while local.server_pid is not None:
         await asyncio.sleep(0.01)
 
@@ -204,7 +202,7 @@ async def test_why_it_cannot_start(tmp_path: Path, caplog: pytest.LogCaptureFixt
         options=("--guest-socket", str(tmp_path / "none"), "--token-file", str(token)),
         environment={"FUMEHOOD_SANDBOX_START_TIMEOUT": "0.1"},
     )
-    provider = LocalSandboxProvider(nowhere)
+    provider = LocalServerProvider(nowhere)
     for _ in range(2):  # each caller tries again
         with pytest.raises(SandboxServerUnreachable, match="Start the code container") as caught:
             await provider.create(SandboxSpec())
@@ -213,30 +211,30 @@ async def test_why_it_cannot_start(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert [record.msg for record in caplog.records] == [FAILED_START] * 2
     caplog.clear()
     with pytest.raises(SandboxServerUnreachable, match="No such option"):
-        await LocalSandboxProvider(LocalServerSettings(options=("--no-such-option",))).start()
+        await LocalServerProvider(LocalServerSettings(options=("--no-such-option",))).start()
     with pytest.raises(SandboxServerUnreachable, match=r"not ready within 0\.01 s"):
-        await LocalSandboxProvider(LocalServerSettings(start_timeout=0.01)).start()
+        await LocalServerProvider(LocalServerSettings(start_timeout=0.01)).start()
     assert caplog.records == []  # who starts it reports why it did not
     assert children_named("sandbox") == []
 
 
-async def test_its_log_is_passed_on(local: LocalSandboxProvider, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "fumehood.sandbox_client.local_provider")
+async def test_its_log_is_passed_on(local: LocalServerProvider, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "fumehood.sandbox_client.local_server_provider")
     await local.create(SandboxSpec(), "logged")
     while not any(
         record.msg == "sandbox_created" and getattr(record, "fields", {})["sandbox"] == "logged"
         for record in caplog.records
     ):
         await asyncio.sleep(0.01)
-    assert all(record.name == "fumehood.sandbox_client.local_provider" for record in caplog.records)
+    assert all(record.name == "fumehood.sandbox_client.local_server_provider" for record in caplog.records)
 
 
 _STARTER = """
 import asyncio, sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
+from fumehood.sandbox_client.local_server_provider import LocalServerProvider, LocalServerSettings
 async def main():
-    provider = LocalSandboxProvider(LocalServerSettings(pool=0, limits=sys.argv[2], options=("--preload", "")))
+    provider = LocalServerProvider(LocalServerSettings(pool=0, limits=sys.argv[2], options=("--preload", "")))
     await provider.start()
     print(provider.server_pid, flush=True)
     await asyncio.Event().wait()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fumehood.sandbox_server.host import resource_watchdog
+from fumehood.sandbox_server.host import host_exhaustion_watchdog
 
 
 class FakeWatchedSandbox:
@@ -45,17 +45,17 @@ async def test_whoever_has_most_files_open(
 ) -> None:
     """This process has a table of 64 files or more."""
     (tmp_path / "file-nr").write_text(numbers)
-    monkeypatch.setattr(resource_watchdog, "_FILE_NR_PATH", str(tmp_path / "file-nr"))
+    monkeypatch.setattr(host_exhaustion_watchdog, "_FILE_NR_PATH", str(tmp_path / "file-nr"))
     greedy, gone = FakeWatchedSandbox(os.getpid()), FakeWatchedSandbox()
-    assert [sandbox for sandbox, _ in resource_watchdog.find_offenders([gone, greedy])] == (
+    assert [sandbox for sandbox, _ in host_exhaustion_watchdog.find_offenders([gone, greedy])] == (
         [greedy] if found else []
     )
 
 
 async def test_a_look_that_fails_is_not_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever uses up the supervisor's descriptors must not be rid of it."""
-    monkeypatch.setattr(resource_watchdog, "CHECK_INTERVAL", 0.01)
-    monkeypatch.setattr(resource_watchdog, "_FILE_NR_PATH", str(tmp_path / "file-nr"))
+    monkeypatch.setattr(host_exhaustion_watchdog, "CHECK_INTERVAL", 0.01)
+    monkeypatch.setattr(host_exhaustion_watchdog, "_FILE_NR_PATH", str(tmp_path / "file-nr"))
     greedy, looks = FakeWatchedSandbox(os.getpid()), 0
 
     def sandboxes() -> list[FakeWatchedSandbox]:
@@ -65,7 +65,7 @@ async def test_a_look_that_fails_is_not_the_last_one(tmp_path: Path, monkeypatch
             (tmp_path / "file-nr").write_text("999 0 1000")
         return [greedy]
 
-    watching = asyncio.ensure_future(resource_watchdog.watch_kernel_objects(sandboxes))
+    watching = asyncio.ensure_future(host_exhaustion_watchdog.watch_kernel_objects(sandboxes))
     async with asyncio.timeout(30):
         await greedy.ended.wait()
     watching.cancel()
@@ -95,7 +95,9 @@ async def watched(
     memory: FakeMemory, sandboxes: list[FakeWatchedSandbox], *, looks: int = 3
 ) -> list[FakeWatchedSandbox]:
     """Who was ended when so many looks had been taken."""
-    watching = asyncio.ensure_future(resource_watchdog.watch_memory(lambda: sandboxes, memory, 100 << 30))
+    watching = asyncio.ensure_future(
+        host_exhaustion_watchdog.watch_memory(lambda: sandboxes, memory, 100 << 30)
+    )
     async with asyncio.timeout(30):
         for _ in range(looks):
             memory.looked.clear()
@@ -105,8 +107,8 @@ async def watched(
 
 
 async def test_whoever_holds_most_goes_before_all_memory_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource_watchdog, "_MEMORY_CHECK_INTERVAL", 0.001)
-    monkeypatch.setattr(resource_watchdog, "_KILL_TIMEOUT", 0.0)
+    monkeypatch.setattr(host_exhaustion_watchdog, "_MEMORY_CHECK_INTERVAL", 0.001)
+    monkeypatch.setattr(host_exhaustion_watchdog, "_KILL_TIMEOUT", 0.0)
     small, greedy, gone = FakeWatchedSandbox(1), FakeWatchedSandbox(1, 2), FakeWatchedSandbox()
     assert await watched(FakeMemory(91 << 30), [small, greedy, gone]) == [greedy]
     assert greedy.reason == "all sandboxes together had nearly used up their memory, and it held most of it"
@@ -118,20 +120,20 @@ async def test_whoever_holds_most_goes_before_all_memory_is_used(monkeypatch: py
     ids=["enough is left", "enough can be taken back", "nobody counts any more"],
 )
 async def test_nobody_goes_without_need(monkeypatch: pytest.MonkeyPatch, memory: FakeMemory) -> None:
-    monkeypatch.setattr(resource_watchdog, "_MEMORY_CHECK_INTERVAL", 0.001)
+    monkeypatch.setattr(host_exhaustion_watchdog, "_MEMORY_CHECK_INTERVAL", 0.001)
     assert await watched(memory, [FakeWatchedSandbox(1), FakeWatchedSandbox(1, 2)]) == []
 
 
 async def test_one_alone_may_have_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource_watchdog, "_MEMORY_CHECK_INTERVAL", 0.001)
+    monkeypatch.setattr(host_exhaustion_watchdog, "_MEMORY_CHECK_INTERVAL", 0.001)
     assert await watched(FakeMemory(99 << 30), [FakeWatchedSandbox(1)]) == []
 
 
 async def test_the_next_one_goes_when_what_the_last_one_held_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource_watchdog, "_MEMORY_CHECK_INTERVAL", 0.001)
+    monkeypatch.setattr(host_exhaustion_watchdog, "_MEMORY_CHECK_INTERVAL", 0.001)
     sandboxes = [FakeWatchedSandbox(1), FakeWatchedSandbox(1, 2), FakeWatchedSandbox(1, 2, 3)]
     watching = asyncio.ensure_future(
-        resource_watchdog.watch_memory(lambda: sandboxes, FakeMemory(99 << 30), 100 << 30)
+        host_exhaustion_watchdog.watch_memory(lambda: sandboxes, FakeMemory(99 << 30), 100 << 30)
     )
     async with asyncio.timeout(30):
         await sandboxes[2].ended.wait()
@@ -152,9 +154,10 @@ async def test_locks_are_not_looked_at_again_for_each_sandbox(monkeypatch: pytes
             self.looks += 1
             return super().__iter__()
 
-    locks = Locks((number % 50, 7) for number in range(resource_watchdog.MAX_LOCKS + 1))
-    monkeypatch.setattr(resource_watchdog, "_read_locks", lambda: locks)
+    locks = Locks((number % 50, 7) for number in range(host_exhaustion_watchdog.MAX_LOCKS + 1))
+    monkeypatch.setattr(host_exhaustion_watchdog, "_read_locks", lambda: locks)
     assert (
-        resource_watchdog.find_offenders([FakeWatchedSandbox(1000 + number) for number in range(100)]) == []
+        host_exhaustion_watchdog.find_offenders([FakeWatchedSandbox(1000 + number) for number in range(100)])
+        == []
     )
     assert locks.looks <= 2

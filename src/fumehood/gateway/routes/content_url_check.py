@@ -1,4 +1,4 @@
-"""Finds URLs in the content of chat messages, which a model server would fetch."""
+"""Rejects URLs in the content of chat messages that a model server would fetch and may not."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence

@@ -13,7 +13,7 @@ from fumehood.client.runtime.session import Session, SessionProtocol
 from fumehood.client.type_validation import require_type, shorten_repr
 
 
-class EvaluationCall[Out]:
+class EvaluationArguments[Out]:
     """tracker: of the budget, if there is one. deadline: the earlier of the call's and the budget's."""
 
     def __init__(

@@ -22,7 +22,7 @@ class ParsingConnection(Protocol):
         ...
 
 
-class FairReadScheduler:
+class FairParseScheduler:
     """Round-robin scheduler: data beyond the time limit of a round is parsed in later rounds, one slice per connection
     at a time.
 
@@ -71,7 +71,7 @@ class SlicedReadProtocol(asyncio.Protocol):
     slice_bytes: smaller where a byte can cause more work.
     """
 
-    scheduler: FairReadScheduler
+    scheduler: FairParseScheduler
     slice_bytes = SLICE_BYTES
     transport: asyncio.Transport
     _unparsed: deque[bytes] | None = None

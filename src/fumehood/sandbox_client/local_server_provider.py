@@ -99,7 +99,7 @@ class LocalServerSettings:
         return {**inherited, **self.environment}
 
 
-class LocalSandboxProvider:
+class LocalServerProvider:
     """A `SandboxProvider` that starts its own server on first use, and again after the server has died.
 
     The server listens on a unix socket that only this user can open. It ends with this process, even if that is killed,

@@ -111,7 +111,7 @@ class _RejectedCall:
     fragments: list[str] = field(default_factory=list[str])
 
 
-class TurnAssembler:
+class TurnOutputAssembler:
     """Assembles one model turn.
 
     make_context: makes the context of a hosted call from its output index and call id.

@@ -1,4 +1,4 @@
-"""Metrics of a page in Prometheus's text format, read when OpenTelemetry exports: what `/metrics` has, over OTLP."""
+"""Exports what `/metrics` has over OTLP: reads the Prometheus page when OpenTelemetry exports, and converts it."""
 
 import asyncio
 import concurrent.futures
@@ -16,7 +16,7 @@ _NAMES_OF_CALLS = frozenset({"fumehood.sandbox.starts", "fumehood.sandbox.execut
 _UNITS = {"seconds": "s", "bytes": "By"}
 
 
-class MetricsPage:
+class PrometheusToOtelBridge:
     """A page that is read in an event loop and exported from another thread.
 
     Counters are cumulative since `open`, whatever temporality is preferred. Histograms are not exported: those of

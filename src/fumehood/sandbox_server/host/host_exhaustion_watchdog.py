@@ -1,4 +1,4 @@
-"""Kills sandboxes that hold too much of what cgroups do not limit.
+"""Kills sandboxes that would exhaust the host: they hold too much of what cgroups do not limit.
 
 File locks and TCP connections in the accept queue count in no cgroup and no rlimit: one program could use all memory
 of the host with them. Many locks on a shared file (/dev/null, a library) slow down every process that closes it. The
