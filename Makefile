@@ -41,7 +41,7 @@ endif
 $(STAMP): pyproject.toml uv.lock .python-version src/fumehood/__init__.py $(SETUP)
 	@$(SETUP)
 
-.PHONY: help setup setup-clients demo test test-313 test-busy test-wheel test-openai-floor test-mutations test-gvisor test-slow test-clients test-phoenix test-kubernetes check format-check lint types imports fmt bench bench-sandbox bench-warm-start bench-gateway bench-check bench-kubernetes images lock clean
+.PHONY: help setup setup-clients demo test test-313 test-busy test-wheel test-openai-floor test-mutations test-gvisor test-slow test-clients test-phoenix test-kubernetes check format-check lint types imports fmt bench bench-sandbox bench-gvisor bench-warm-start bench-gateway bench-check bench-kubernetes images lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -153,6 +153,9 @@ bench: $(BENCH_STAMP) ## Run every benchmark
 
 bench-sandbox: $(BENCH_STAMP) ## Measure sandboxes (ARGS=--quick for half a minute)
 	@$(RUN) python -m benchmarks.sandbox $(ARGS)
+
+bench-gvisor: $(STAMP) ## Measure what gVisor costs a pod, as root (ARGS="--rounds 5")
+	@$(RUN) python -m tools.measure_gvisor $(ARGS)
 
 bench-warm-start: $(STAMP) ## Measure what each optimisation of a sandbox's start earns
 	@$(RUN) python -m benchmarks.warm_start $(ARGS)

@@ -43,7 +43,9 @@ def find_obstacle() -> str | None:
     return None
 
 
-def _choose_platform() -> str:
+@cache
+def choose_platform() -> str:
+    """Return the platform of runsc that needs no KVM."""
     if chosen := os.environ.get("FUMEHOOD_RUNSC_PLATFORM"):
         return chosen
     version = subprocess.run([RUNSC, "--version"], capture_output=True, text=True, check=True).stdout
@@ -174,7 +176,7 @@ class GvisorPod:
         # all. The mount is seen in this namespace only.
         hide = 'mount -t tmpfs none /proc/sys/net/core && exec "$@"'
         command = ["ip", "netns", "exec", self._id, "sh", "-c", hide, "sh"]
-        command += [RUNSC, "--root", str(self.directory / "runsc"), "--platform", _choose_platform()]
+        command += [RUNSC, "--root", str(self.directory / "runsc"), "--platform", choose_platform()]
         command += ["--ignore-cgroups", "--network", "sandbox", *arguments]
         return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False)
 
