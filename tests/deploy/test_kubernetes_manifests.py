@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,15 @@ def test_settings_of_the_sandbox_servers_are_valid(name: str) -> None:
         assert settings.state_dir is not None
         assert (settings.egress_socket is not None) == ("egress" in containers)
         assert ("egress" in containers) == (name in ("packages", "complete"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_containers_run_modules_that_exist(name: str) -> None:
+    for template in _find(name, "SandboxTemplate"):
+        for container in template["spec"]["podTemplate"]["spec"]["containers"]:
+            if container["command"] == ["python"]:
+                assert container["args"][0] == "-m"
+                assert find_spec(container["args"][1]) is not None
 
 
 # --- Memory tiers -----------------------------------------------------------------------------------------------------
