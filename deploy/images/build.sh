@@ -36,9 +36,9 @@ die() {
 
 # --- Settings of the caller, as files that are mounted during the build ---------------------------------------------
 
-# The canary must not be found in an image: then nothing of these files is.
+# Neither this line nor the index may be found in an image, also not in layers of an earlier build.
+canary=fumehood-build-canary
 write_secrets() {
-    canary=fumehood-build-canary-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
     index=${UV_DEFAULT_INDEX:-${UV_INDEX_URL:-${PIP_INDEX_URL:-}}}
     if [ -n "${PIP_CONFIG_FILE:-}" ]; then
         cat "$PIP_CONFIG_FILE" >"$secrets/pip.conf"
@@ -127,7 +127,7 @@ build_image() {
     rm -f "$output/$target.tar"
     buildah push --quiet "$image" "docker-archive:$output/$target.tar:$image" >/dev/null
     # The archive holds layers and configuration uncompressed.
-    if grep --quiet --binary-files=text "$canary" "$output/$target.tar"; then
+    if grep --quiet --binary-files=text --fixed-strings --regexp "$canary" ${index:+--regexp "$index"} "$output/$target.tar"; then
         rm -f "$output/$target.tar"
         die "$image contains the settings of pip or uv that the build was given"
     fi
