@@ -170,7 +170,7 @@ async def test_degraded_removes_trees_of_any_depth() -> None:
 
 async def test_pod_without_a_code_container_is_refused(tmp_path: Path) -> None:
     none = tmp_path / "none.sock"
-    with pytest.raises(IsolationUnavailable, match="Start the code container:"):
+    with pytest.raises(IsolationUnavailable, match="Start the code container first"):
         async with Supervisor(SandboxServerSettings(mode="pod", guest_socket=none)):
             pass
     with pytest.raises(IsolationUnavailable, match="guest_socket"):

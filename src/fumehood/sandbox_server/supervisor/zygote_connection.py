@@ -113,7 +113,7 @@ class ZygoteConnection:
             sock.close()
             raise IsolationUnavailable(
                 f"Nothing listens for code on {path}: {error.strerror}.",
-                "Start the code container: `python -m fumehood.sandbox_server.inside.pod_entrypoint PATH`.",
+                "Start the code container first: `python -m fumehood.sandbox_server.inside.pod_entrypoint PATH`.",
             ) from error
         zygote = cls(sock, None)
         await zygote._initialize(programs, preload, timeout, {"single_use": True})
