@@ -190,6 +190,30 @@ ROWS: dict[str, list[Panel]] = {
             [(rate("fumehood_container_sandbox_starts_total", "start"), "{{start}}")],
         ),
     ],
+    "Pods": [
+        Panel(
+            "Claims",
+            "Claims for sandboxes in pods: open, and those that wait for a pod.",
+            "short",
+            [(gauge("fumehood_claims_open"), "open"), (gauge("fumehood_claims_in_flight"), "in flight")],
+        ),
+        Panel(
+            "Time until a pod is ready",
+            "Warm from the pool, or cold.",
+            "s",
+            quantiles("fumehood_claim_duration_seconds", "start", of=(0.5, 0.95)),
+        ),
+        Panel(
+            "Claims that fail",
+            "By reason; breaks of the watch, and sandboxes that no container referred to.",
+            "ops",
+            [
+                (rate("fumehood_claim_failures_total", "reason"), "{{reason}}"),
+                (rate("fumehood_claim_watch_failures_total"), "watch"),
+                (rate("fumehood_container_orphans_destroyed_total"), "orphans destroyed"),
+            ],
+        ),
+    ],
     "Sandboxes": [
         Panel(
             "Sandboxes",

@@ -496,6 +496,20 @@ async def test_closing_ends_readers() -> None:
             await anext(events)
 
 
+async def test_closing_wakes_whoever_reads() -> None:
+    async with scripted_server(Stdout("x"), asyncio.Event()) as (_, server):
+        remote = RemoteSandboxProvider(server.url)
+        sandbox = await create_sandbox(remote)
+        events = sandbox.execute(ExecuteRequest(code="x"))
+        assert await anext(events) == Stdout("x")
+        reading = asyncio.ensure_future(anext(events, None))
+        done, _ = await asyncio.wait({reading}, timeout=0.05)
+        assert not done
+        await remote.close()
+        with pytest.raises(SandboxServerUnreachable, match="has been closed"):
+            await asyncio.wait_for(reading, 5)
+
+
 async def test_a_lost_answer_to_a_delete_is_no_missing_file() -> None:
     async with (
         scripted_server() as (_, server),

@@ -1,7 +1,6 @@
 """`fumehood config`: checks the configuration of a server before it starts."""
 
 import os
-import stat
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,13 +12,14 @@ from fumehood.cli.options import (
     DEFAULT_POOL,
     SANDBOX_LIMITS,
     LimitsChoice,
+    ServerKind,
+    detect_server_kind,
     exit_on_error,
 )
 
 if TYPE_CHECKING:
     from fumehood.gateway_config import GatewayConfig
 
-type ServerKind = Literal["gateway", "sandbox"]
 
 _FILE_VARIABLES = {"gateway": "FUMEHOOD_CONFIG", "sandbox": "FUMEHOOD_SANDBOX_CONFIG"}
 _SERVER_NAMES = {"gateway": "the gateway", "sandbox": "the sandbox server"}
@@ -67,7 +67,7 @@ def check(
     Each problem is one line that names the file or the variable, and the setting. Nothing is started or created.
     """
     file = file or _find_named_file(server or "gateway")
-    kind = server or _detect_kind(file)
+    kind = server or detect_server_kind(file)
     problems, settings, variables = _load(kind, file)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
@@ -88,27 +88,6 @@ def check(
 def _find_named_file(kind: ServerKind) -> Path | None:
     name = os.environ.get(_FILE_VARIABLES[kind])
     return Path(name) if name else None
-
-
-def _detect_kind(file: Path | None) -> ServerKind:
-    """Which server's settings the file has; `limits` is a section of one and a setting of the other."""
-    if file is None:
-        return "gateway"
-    from fumehood.configuration import ConfigError, read_yaml_file
-    from fumehood.gateway_config import GatewayConfig
-    from fumehood.sandbox_server.settings_loader import SETTING_NAMES
-
-    try:
-        if not stat.S_ISREG(file.stat().st_mode):
-            return "gateway"  # a pipe can be read only once
-        content = read_yaml_file(file)[0]
-    except OSError as error:
-        raise typer.BadParameter(f"{file}: {error.strerror}", param_hint="FILE") from error
-    except ConfigError:
-        return "gateway"  # which reports it
-    limits = content.pop("limits", None)
-    sandbox = len(content.keys() & set(SETTING_NAMES)) + isinstance(limits, str)
-    return "sandbox" if sandbox > len(content.keys() & set(GatewayConfig.__struct_fields__)) else "gateway"
 
 
 def _load(kind: ServerKind, file: Path | None) -> tuple[list[str], Any, tuple[str, ...]]:

@@ -13,23 +13,28 @@ from fumehood.cli.options import (
     GuestSocketOption,
     LimitsOption,
     ModeOption,
-    SandboxConfigOption,
+    detect_server_kind,
     exit_on_error,
+    is_on_command_line,
+    load_gateway_config,
     load_sandbox_settings,
     require_linux,
 )
 
 if TYPE_CHECKING:
+    from fumehood.gateway_diagnostics import GatewayReport
     from fumehood.models.upstream_checks import UpstreamReport
     from fumehood.sandbox_server.diagnostics import HostReport
     from fumehood.store import DatabaseReport
 
 EPILOG = """\b
 Exit codes:
-  0  this host can isolate code, the data is intact, or the model server can be used; there may be warnings
+  0  this host can isolate code, the gateway can serve, the data is intact, or the model server can be used; there may
+     be warnings
   1  it cannot, or the data is damaged
   2  invalid usage
 """
+_HOST_OPTIONS = {"mode": "--mode", "limits": "--limits", "guest_socket": "--guest-socket"}
 _STATE_STYLES = {"ok": "green", "warning": "yellow", "missing": "red", "damaged": "red"}
 _VERDICTS = {
     "namespaces": "This host can isolate code",
@@ -41,7 +46,15 @@ _VERDICTS = {
 @exit_on_error()
 def doctor(
     context: typer.Context,
-    config: SandboxConfigOption = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="FUMEHOOD_SANDBOX_CONFIG",
+            help="Settings of a gateway, to check all that it needs: cluster, sandboxes, model servers; or those of a "
+            "sandbox server.",
+        ),
+    ] = None,
     mode: ModeOption = "namespaces",
     limits: LimitsOption = "enforced",
     guest_socket: GuestSocketOption = None,
@@ -83,14 +96,21 @@ def doctor(
 ) -> None:
     """Check whether this host can isolate code, and print what to do about each problem.
 
-    With --data, check the stored data of a gateway instead. Nothing is changed; the gateway may be running. With
-    --upstream, check a model server instead.
+    With --config and the settings of a gateway, check all that it needs instead: its cluster or sandbox server, and its
+    model servers. With --data, check the stored data of a gateway instead. Nothing is changed; the gateway may be
+    running. With --upstream, check a model server instead.
     """
     _check_option_groups(data=data, blobs=blobs, upstream=upstream, api_key_env=api_key_env, model=model)
     if upstream is not None:
         raise typer.Exit(_check_upstream(upstream, api_key_env, model, json))
     if data is not None:
         raise typer.Exit(_check_data(data, blobs, json))
+    if config is not None and config.is_file() and detect_server_kind(config, "sandbox") == "gateway":
+        for name, option in _HOST_OPTIONS.items():
+            if is_on_command_line(context, name):
+                message = "cannot be combined with the settings of a gateway, which decide"
+                raise typer.BadParameter(message, param_hint=option)
+        raise typer.Exit(_check_gateway(config, json))
     require_linux()
     options = {"mode": mode, "limits": limits, "guest_socket": guest_socket}
     settings = replace(load_sandbox_settings(context, config, options), pool=0, capacity=1)
@@ -116,6 +136,16 @@ def _check_option_groups(
     ):
         if value is not None and base is None:
             raise typer.BadParameter(f"requires {needed}", param_hint=option)
+
+
+def _check_gateway(file: Path, as_json: bool) -> int:
+    from fumehood.gateway_diagnostics import diagnose_gateway
+
+    config = load_gateway_config(file, None)
+    logging.getLogger("fumehood").addHandler(logging.NullHandler())  # the findings contain all problems
+    report = asyncio.run(diagnose_gateway(config, os.environ))
+    verdict = "can serve" if report.is_usable else "cannot serve as it is"
+    return _report(report, f"A gateway with {file} {verdict}.", passed=report.is_usable, as_json=as_json)
 
 
 def _check_upstream(url: str, key_variable: str | None, model: str | None, as_json: bool) -> int:
@@ -156,7 +186,11 @@ def _check_data(data: Path, blobs: Path | None, as_json: bool) -> int:
 
 
 def _report(
-    report: "HostReport | DatabaseReport | UpstreamReport", verdict: str, *, passed: bool, as_json: bool
+    report: "HostReport | DatabaseReport | UpstreamReport | GatewayReport",
+    verdict: str,
+    *,
+    passed: bool,
+    as_json: bool,
 ) -> int:
     """Print the report and return the exit code."""
     if as_json:
@@ -169,7 +203,7 @@ def _report(
 
 
 def _print_findings(
-    report: "HostReport | DatabaseReport | UpstreamReport", verdict: str, *, passed: bool
+    report: "HostReport | DatabaseReport | UpstreamReport | GatewayReport", verdict: str, *, passed: bool
 ) -> None:
     from rich.console import Console
     from rich.table import Table

@@ -1,6 +1,7 @@
 """Options, exit codes and settings that several commands share."""
 
 import os
+import stat
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -77,6 +78,9 @@ SandboxConfigOption = Annotated[
 ]
 
 
+type ServerKind = Literal["gateway", "sandbox"]
+
+
 class CommandFailed(Exception):
     """Ends the command with this exit code; its text is safe to print."""
 
@@ -117,6 +121,33 @@ def load_gateway_config(
         return load_config(file, os.environ, overrides, defaults)
     except ConfigError as error:
         raise typer.BadParameter(str(error), param_hint="the configuration") from error
+
+
+def detect_server_kind(file: Path | None, default: ServerKind = "gateway") -> ServerKind:
+    """Which server's settings the file has; `limits` is a section of one and a setting of the other.
+
+    default: what to say of a file that does not show it.
+    """
+    if file is None:
+        return default
+    from fumehood.configuration import ConfigError, read_yaml_file
+    from fumehood.gateway_config import GatewayConfig
+    from fumehood.sandbox_server.settings_loader import SETTING_NAMES
+
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            return default  # a pipe can be read only once
+        content = read_yaml_file(file)[0]
+    except OSError as error:
+        raise typer.BadParameter(f"{file}: {error.strerror}", param_hint="FILE") from error
+    except ConfigError:
+        return default  # which reports it
+    limits = content.pop("limits", None)
+    sandbox = len(content.keys() & set(SETTING_NAMES)) + isinstance(limits, str)
+    gateway = len(content.keys() & set(GatewayConfig.__struct_fields__)) + isinstance(limits, dict)
+    if sandbox == gateway:
+        return default
+    return "sandbox" if sandbox > gateway else "gateway"
 
 
 def locate_data(config: "GatewayConfig") -> "StorageLocation":

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from fumehood.gateway_stats import BucketHistogram, ContainerStats, GatewayStats, ModelStats
+from fumehood.gateway_stats import BucketHistogram, ClaimStats, ContainerStats, GatewayStats, ModelStats
 from fumehood.protocol.openai.items import (
     CodeInterpreterCall,
     CompactionItem,
@@ -38,6 +38,7 @@ _TURN_OUTCOMES = ("ended", "cancelled", "refused", "rate_limited", "unreachable"
 _CONTAINER_ENDS = ("idle", "old", "deleted", "evicted", "lost")
 _CALL_STATUSES = (*get_args(ExecutionEndStatus.__value__), "abandoned")
 _START_KINDS = ("warm", "cold")
+_CLAIM_FAILURES = ("timeout", "at_capacity", "sandbox_start_failed", "unreachable", "delete")
 _DROPPED_READER_REASONS = ("behind", "stalled")
 _LIMIT_NAMES = ("rate", "key_concurrency", "server_concurrency", "key_memory", "server_memory")
 _AUTH_REJECTION_REASONS = ("missing_key", "unknown_key", "scope", "host")
@@ -168,6 +169,7 @@ class GatewayMetrics(Collector):
         yield from self._collect_responses()
         yield from _collect_models(self.stats.models)
         yield from _collect_containers(self.stats.containers)
+        yield from _collect_claims(self.stats.claims)
         yield from self._collect_process()
 
     def _collect_requests(self) -> Iterator[Metric]:
@@ -341,11 +343,41 @@ def _collect_containers(stats: ContainerStats) -> Iterator[Metric]:
         stats.sandbox_starts,
         _START_KINDS,
     )
+    yield CounterMetricFamily(
+        "fumehood_container_orphans_destroyed",
+        "Sandboxes destroyed because no container refers to them.",
+        stats.orphans,
+    )
     yield _labelled_histogram(
         "fumehood_container_phase_duration_seconds",
         "Duration of acquiring a sandbox, running code and transferring files.",
         "phase",
         {"acquire": stats.acquire_seconds, "run": stats.run_seconds, "files": stats.file_seconds},
+    )
+
+
+def _collect_claims(stats: ClaimStats) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "fumehood_claims_open", "Claims for sandboxes in pods, of all replicas.", stats.open_claims
+    )
+    yield GaugeMetricFamily("fumehood_claims_in_flight", "Claims that wait for a pod.", stats.in_flight)
+    yield _labelled_histogram(
+        "fumehood_claim_duration_seconds",
+        "Time until the pod of a claim was ready.",
+        "start",
+        stats.ready_seconds,
+    )
+    yield _labelled_counter(
+        "fumehood_claim_failures",
+        "Claims that got no pod, or could not be deleted.",
+        "reason",
+        stats.failures,
+        _CLAIM_FAILURES,
+    )
+    yield CounterMetricFamily(
+        "fumehood_claim_watch_failures",
+        "Times that the watch of claims broke or could not be started.",
+        stats.watch_failures,
     )
 
 

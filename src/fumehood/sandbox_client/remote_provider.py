@@ -161,9 +161,11 @@ class RemoteSandboxProvider:
 
     async def metrics(self) -> bytes:
         """Return the server's metrics in Prometheus text format."""
-        async with self.connection.open_response("GET", "/metrics") as response:
-            with self.connection.translate_errors():
-                return await response.read()
+        async with (
+            self.connection.open_response("GET", "/metrics") as response,
+            self.connection.wait_for_server(),
+        ):
+            return await response.read()
 
     async def close(self) -> None:
         await self.connection.close()
@@ -285,7 +287,7 @@ class RemoteSandbox:
             raise self._connection.protocol_violation(str(error)) from error
 
     async def _read_chunk(self, response: aiohttp.ClientResponse) -> bytes:
-        with self._connection.translate_errors():
+        async with self._connection.wait_for_server():
             return await response.content.readany()
 
     async def write_files(

@@ -136,25 +136,27 @@ class SandboxServerConnection:
         self.timeouts = timeouts
         self._socket, self._base = _parse_url(url)
         self._token = None if token is None else _check_token(token)
-        self._explain = explain
+        self.explain = explain
         self.failures = 0
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
+        self._waiting = set[asyncio.Timeout]()
 
     def __repr__(self) -> str:
         return f"<SandboxServerConnection {self.url}>"
 
     async def close(self) -> None:
+        """Close the connection. What waits for the server gets SandboxServerUnreachable."""
         self._closed = True
+        now = asyncio.get_running_loop().time()
+        for scope in self._waiting:
+            scope.reschedule(now)
         if self._session is not None:
             await self._session.close()
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._closed:
-            closed = SandboxServerUnreachable(
-                f"The connection to the sandbox server at {self.url} has been closed."
-            )
-            raise self.record_failure(closed)
+            raise self._closed_error()
         if self._session is None:
             # Every running call holds a connection; the server limits their number.
             connector = (
@@ -209,11 +211,13 @@ class SandboxServerConnection:
         reconnect = RequestRetryState(self.timeouts, (SandboxConnectionLost,) if can_repeat else ())
         while True:
             try:
-                async with self.open_response(
-                    method, path, query=query, body=body, content_type=content_type
-                ) as response:
-                    with self.translate_errors():
-                        return await response.read()
+                async with (
+                    self.open_response(
+                        method, path, query=query, body=body, content_type=content_type
+                    ) as response,
+                    self.wait_for_server(),
+                ):
+                    return await response.read()
             except SandboxError as error:
                 await reconnect.wait(error)
 
@@ -228,12 +232,12 @@ class SandboxServerConnection:
         content_type: str = JSON_TYPE,
         read_timeout: float | None = None,
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """Send a request and yield its successful response; read the body within `translate_errors`."""
+        """Send a request and yield its successful response; read the body within `wait_for_server`."""
         session = self._open_session()
         sent = None if body is None else _RequestBody(body, content_type)
         url = URL(f"{self._base}{path}" + (f"?{urlencode(query)}" if query else ""), encoded=True)
         try:
-            with self.translate_errors():
+            async with self.wait_for_server():
                 response = await session.request(
                     method,
                     url,
@@ -265,8 +269,33 @@ class SandboxServerConnection:
 
     # ---- errors ----------------------------------------------------------------------------------------
 
+    @asynccontextmanager
+    async def wait_for_server(self) -> AsyncGenerator[None]:
+        """Translate errors of the block, and end it when the connection is closed.
+
+        aiohttp wakes nobody who reads from a connection that is closed on this side.
+        """
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._waiting.add(scope)
+                try:
+                    with self._translate_errors():
+                        yield
+                finally:
+                    self._waiting.discard(scope)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise self._closed_error() from None
+
+    def _closed_error(self) -> SandboxError:
+        return self.record_failure(
+            SandboxServerUnreachable(f"The connection to the sandbox server at {self.url} has been closed.")
+        )
+
     @contextmanager
-    def translate_errors(self) -> Generator[None]:
+    def _translate_errors(self) -> Generator[None]:
         """Turn errors of the connection into SandboxServerUnreachable."""
         try:
             yield
@@ -278,7 +307,7 @@ class SandboxServerConnection:
 
     def record_failure(self, error: SandboxServerUnreachable) -> SandboxError:
         self.failures += 1
-        explained = error if self._explain is None else self._explain(error)
+        explained = error if self.explain is None else self.explain(error)
         explained.nothing_started = isinstance(error, SandboxConnectError)
         return explained
 
@@ -327,7 +356,7 @@ class SandboxServerConnection:
         )
 
     async def _read_error(self, response: aiohttp.ClientResponse) -> SandboxError:
-        with self.translate_errors():
+        async with self.wait_for_server():
             try:
                 content = await response.content.readexactly(_MAX_ERROR_BYTES)
             except asyncio.IncompleteReadError as end:

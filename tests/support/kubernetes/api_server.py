@@ -58,7 +58,9 @@ class KubernetesApiServer:
         self.controller_image = CONTROLLER_IMAGE
         self.port = 0
         self.max_page = 500
+        self.bookmarked_version = 0  # of the last bookmark that was sent
         self._watches: set[asyncio.Task[Any]] = set()
+        self._muted: set[asyncio.Task[Any]] = set()
         self._runner: web.AppRunner | None = None
 
     @property
@@ -105,6 +107,10 @@ class KubernetesApiServer:
     def cut_watches(self) -> None:
         for task in self._watches:
             task.cancel()
+
+    def mute_watches(self) -> None:
+        """Send nothing more on the watches that are open, as over a connection that is dead without an end."""
+        self._muted |= self._watches
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -226,8 +232,7 @@ class KubernetesApiServer:
             was_cut = task.cancelled()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        if was_cut:
-            assert request.transport is not None
+        if was_cut and request.transport is not None:
             request.transport.abort()
         return response
 
@@ -246,6 +251,8 @@ class KubernetesApiServer:
             while True:
                 for change in changes:
                     version = change.version
+                    if asyncio.current_task() in self._muted:
+                        continue
                     metadata = change.object["metadata"]
                     if change.kind == plural and metadata["namespace"] == namespace:
                         await _send_change(response, change, is_selected)
@@ -260,6 +267,7 @@ class KubernetesApiServer:
                     if bookmarks:
                         mark = {"kind": KINDS[plural], "metadata": {"resourceVersion": str(version)}}
                         await _send_line(response, "BOOKMARK", mark)
+                        self.bookmarked_version = version
                 except ApiFailure as failure:
                     await _send_line(response, "ERROR", _to_status(failure))
                     return

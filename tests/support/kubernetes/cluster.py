@@ -14,9 +14,10 @@ from fumehood.gateway_stats import ClaimStats
 from fumehood.protocol.sandbox.sandbox_messages import MemoryTier
 from fumehood.sandbox_client.kubernetes import ClaimSettings, KubernetesApi, KubernetesSandboxProvider
 from fumehood.sandbox_client.kubernetes.credentials import ClusterCredentials, StaticToken
+from fumehood.sandbox_client.server_connection import SandboxConnectionTimeouts
 from tests.support.kubernetes.api_server import TOKEN, KubernetesApiServer, run_api_server
 from tests.support.kubernetes.controller import StandInController
-from tests.support.kubernetes.object_store import CLAIMS, POOLS, TEMPLATES, Object
+from tests.support.kubernetes.object_store import CLAIMS, POOLS, TEMPLATES, Object, part
 from tests.support.kubernetes.pods import POD_TOKEN, PodHost, run_relayed_pods
 
 NAMESPACE = "fumehood"
@@ -38,6 +39,15 @@ class Cluster:
         """All claims that there are."""
         return self.api.store.list_objects(CLAIMS, NAMESPACE)
 
+    @property
+    def ready_claims(self) -> list[str]:
+        """The names of the claims that have a pod."""
+        return [
+            claim["metadata"]["name"]
+            for claim in self.claims
+            if part(part(claim, "status"), "sandbox").get("podIPs")
+        ]
+
     def add_pool(self, name: str = POOL, template: str = TEMPLATE, replicas: int = 2) -> None:
         """Add a pool, and its template if that is not there."""
         known = [found["metadata"]["name"] for found in self.api.store.list_objects(TEMPLATES, NAMESPACE)]
@@ -58,8 +68,10 @@ class Cluster:
         pools: Mapping[MemoryTier, str] = TIER_POOLS,
         gateway: str = "gateway-1",
         replica: str = "replica-1",
-        probe_seconds: float = 1.0,
+        probe_seconds: float = 0.3,
         stats: ClaimStats | None = None,
+        token: str = POD_TOKEN,
+        port: int | None = None,
         **settings: Any,
     ) -> KubernetesSandboxProvider:
         """Make a provider for this cluster; the caller starts and closes it."""
@@ -67,9 +79,10 @@ class Cluster:
         return KubernetesSandboxProvider(
             self.connect(),
             chosen,
-            token=POD_TOKEN,
-            port=self.host.port,
+            token=token,
+            port=port or self.host.port,
             stats=stats,
+            timeouts=SandboxConnectionTimeouts(resume=0.2),
             probe_seconds=probe_seconds,
         )
 
@@ -105,7 +118,7 @@ class Cluster:
 async def run_cluster(
     pods: AbstractAsyncContextManager[PodHost] | None = None, replicas: int = 2
 ) -> AsyncGenerator[Cluster]:
-    """Run a cluster with one pool. pods: where its pods run; by default they share one sandbox server."""
+    """Run a cluster with a pool. pods: where its pods run; by default they share one sandbox server."""
     async with pods or run_relayed_pods() as host, run_api_server() as api:
         controller = StandInController(api.store, NAMESPACE, host)
         cluster = Cluster(api, controller, host)
@@ -141,7 +154,9 @@ class ClusterThread:
 
 
 @contextmanager
-def run_cluster_thread(replicas: int = 2) -> Generator[ClusterThread]:
+def run_cluster_thread(
+    pods: Callable[[], AbstractAsyncContextManager[PodHost]] = run_relayed_pods, replicas: int = 2
+) -> Generator[ClusterThread]:
     """Run a cluster in another thread until the block is left."""
     started = Future[ClusterThread]()
 
@@ -149,7 +164,7 @@ def run_cluster_thread(replicas: int = 2) -> Generator[ClusterThread]:
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
         try:
-            async with run_cluster(replicas=replicas) as cluster:
+            async with run_cluster(pods(), replicas) as cluster:
                 stop.append(lambda: loop.call_soon_threadsafe(ended.set))
                 started.set_result(ClusterThread(cluster, loop))
                 await ended.wait()

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -51,15 +52,54 @@ class PodHost(Protocol):
     async def start_pod(self) -> Pod: ...
 
 
+# ---- nothing but an address ------------------------------------------------------------------------------------
+
+
+@dataclass
+class IdlePod:
+    """A pod in which nothing listens."""
+
+    address: str
+
+    async def stop(self, sandbox: str) -> None:
+        pass
+
+    async def kill(self, sandbox: str) -> None:
+        pass
+
+
+class IdlePods:
+    """Pods for tests of claims alone."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+
+    async def start_pod(self) -> Pod:
+        return IdlePod(next_address())
+
+
+@asynccontextmanager
+async def run_idle_pods() -> AsyncGenerator[IdlePods]:
+    yield IdlePods()
+
+
 # ---- many pods, one server --------------------------------------------------------------------------------------
 
 
 class RelayedPod:
     """An address whose connections end at a server that other pods share; sandboxes are separate there."""
 
-    def __init__(self, address: str, relay: Relay, listener: asyncio.Server, server: RunningServer) -> None:
+    def __init__(
+        self,
+        address: str,
+        relay: Relay,
+        listener: asyncio.Server,
+        server: RunningServer,
+        waiting: set[asyncio.Task[None]],
+    ) -> None:
         self.address = address
         self._relay = relay
+        self._waiting = waiting
         self._listener = listener
         self._server = server
 
@@ -68,24 +108,54 @@ class RelayedPod:
 
     async def kill(self, sandbox: str) -> None:
         self._listener.close()
+        for task in self._waiting:
+            task.cancel()
         await self._relay.stop()
         if sandbox:
             await self._server.service.delete(sandbox)
 
 
 class RelayedPods:
-    """Pods that cost nothing but an address."""
+    """Pods that cost nothing but an address. delay: seconds until a new connection is served."""
 
     def __init__(self, server: RunningServer) -> None:
         self.port = free_port()
+        self.delay = 0.0
+        self._relays: list[Relay] = []
         self._server = server
         self._target = int(server.where.rpartition(":")[2])
 
     async def start_pod(self) -> Pod:
         relay = Relay(self._target, [])
         address = next_address()
-        listener = await asyncio.start_server(relay.serve, address, self.port)
-        return RelayedPod(address, relay, listener, self._server)
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            waiting.add(task)
+            try:
+                await asyncio.sleep(self.delay)
+            except asyncio.CancelledError:
+                writer.transport.abort()
+                return
+            finally:
+                waiting.discard(task)
+            await relay.serve(reader, writer)
+
+        waiting = set[asyncio.Task[None]]()
+
+        listener = await asyncio.start_server(serve, address, self.port)
+        self._relays.append(relay)
+        return RelayedPod(address, relay, listener, self._server, waiting)
+
+    @property
+    def running_executions(self) -> int:
+        return self._server.service.health().running
+
+    def cut_connections(self) -> None:
+        """Cut all connections to all pods."""
+        for relay in self._relays:
+            relay.drop()
 
 
 @asynccontextmanager

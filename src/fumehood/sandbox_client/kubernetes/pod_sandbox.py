@@ -30,22 +30,21 @@ _LOST = "The sandbox is gone: its pod has ended."
 class ClaimedPod:
     """One pod, used for one sandbox: its claim and the connection to its sandbox server.
 
-    url: of the sandbox server. release: deletes the claim, in the background. is_current: whether the claim still has
+    remote: the sandbox server. release: deletes the claim, in the background. is_current: whether the claim still has
         this pod. ending: the last request to the sandbox server.
     """
 
     def __init__(
         self,
         claim: SandboxClaim,
-        url: str,
-        token: str | None,
+        remote: RemoteSandboxProvider,
         release: Callable[[SandboxClaim], object],
         is_current: Callable[["ClaimedPod"], Awaitable[bool]],
         probe_seconds: float,
     ) -> None:
         self.claim = claim
-        self.url = url
-        self.remote = RemoteSandboxProvider(url, token, explain=self._explain)
+        self.remote = remote
+        self.remote.connection.explain = self._explain
         self.has_ended = False
         self.ending: asyncio.Task[None] | None = None
         self._release = release
@@ -54,6 +53,10 @@ class ClaimedPod:
 
     def __repr__(self) -> str:
         return f"<ClaimedPod {self.claim.name} at {self.url}>"
+
+    @property
+    def url(self) -> str:
+        return self.remote.connection.url
 
     @property
     def sandbox(self) -> str:

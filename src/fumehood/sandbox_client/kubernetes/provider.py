@@ -38,6 +38,8 @@ from fumehood.sandbox_client.kubernetes.claim_objects import (
 )
 from fumehood.sandbox_client.kubernetes.pod_sandbox import ClaimedPod, PodSandbox, make_pod_url
 from fumehood.sandbox_client.kubernetes.sandbox_claims import ClaimSettings, SandboxClaims
+from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
+from fumehood.sandbox_client.server_connection import SandboxConnectionTimeouts
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,8 @@ class KubernetesSandboxProvider:
     the pod, with the name and the UID of the claim as its fragment.
 
     api: closed with the provider. token: of the sandbox servers in the pods. port: on which they listen.
-    probe_seconds: how long a pod whose connection broke may be silent before it counts as lost.
+    timeouts: of requests to the sandbox servers. probe_seconds: how long a pod whose connection broke may be silent
+        before it counts as lost.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class KubernetesSandboxProvider:
         token: str | None = None,
         port: int = 8080,
         stats: ClaimStats | None = None,
+        timeouts: SandboxConnectionTimeouts | None = None,
         probe_seconds: float = _PROBE_SECONDS,
     ) -> None:
         self.stats = stats or ClaimStats()
@@ -75,6 +79,7 @@ class KubernetesSandboxProvider:
         self._api = api
         self._token = token
         self._port = port
+        self._timeouts = timeouts or SandboxConnectionTimeouts()
         self._probe_seconds = probe_seconds
         self._pods: dict[str, ClaimedPod] = {}  # by the UID of the claim
         self._name_locks = WeakValueDictionary[str, asyncio.Lock]()
@@ -142,7 +147,11 @@ class KubernetesSandboxProvider:
             try:
                 await pod.remote.create(spec, name)
             except BaseException as error:
-                if is_new or isinstance(error, _UNUSABLE):
+                if (
+                    is_new
+                    or isinstance(error, _UNUSABLE)
+                    or (isinstance(error, SandboxServerUnreachable) and await pod.is_lost())
+                ):
                     pod.lose()
                 if isinstance(error, SandboxServerUnreachable | InvalidServerToken):
                     logger.error("The sandbox server at %s cannot be used: %s", pod.url, error.message)
@@ -233,7 +242,11 @@ class KubernetesSandboxProvider:
         url = url or make_pod_url(address, self._port)
         if pod is None or pod.url != url:
             pod = self._pods[claim.uid] = ClaimedPod(
-                claim, url, self._token, self.claims.release, self._is_current, self._probe_seconds
+                claim,
+                RemoteSandboxProvider(url, self._token, timeouts=self._timeouts),
+                self.claims.release,
+                self._is_current,
+                self._probe_seconds,
             )
         return pod
 

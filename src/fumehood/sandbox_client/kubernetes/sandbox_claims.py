@@ -40,7 +40,7 @@ from fumehood.sandbox_client.kubernetes.claim_objects import (
 logger = logging.getLogger(__name__)
 
 _MERGE_PATCH = "application/merge-patch+json"
-_POLL_SECONDS = 5.0  # without an event, a claim is asked for
+_POLL_SECONDS = 5.0
 _INITIAL_BACKOFF = 0.1
 _MAX_BACKOFF = 5.0
 _DELETE_SECONDS = 600.0  # a claim that cannot be deleted for so long is left to its shutdown time, or a sweep
@@ -58,6 +58,8 @@ class ClaimSettings:
     replica: identifies this process.
     lifetime: seconds after which the controller deletes a claim that nobody extends.
     slack: seconds that a claim outlives the sandbox that it is for.
+    delete_seconds: how long a deletion is tried.
+    poll_seconds: silence after which a claim that somebody waits for is asked for.
     in_flight: maximum of claims that wait for a pod; further ones queue in this process.
     """
 
@@ -69,7 +71,7 @@ class ClaimSettings:
     slack: float = 600.0
     in_flight: int = 64
     delete_seconds: float = _DELETE_SECONDS
-    watch_seconds: float = 240.0
+    poll_seconds: float = _POLL_SECONDS
 
 
 class SandboxClaims:
@@ -96,7 +98,6 @@ class SandboxClaims:
             f"{MANAGED_BY_LABEL}={MANAGED_BY},{GATEWAY_LABEL}={settings.gateway}",
             stats,
             self._note_deleted,
-            settings.watch_seconds,
         )
 
     async def start(self) -> None:
@@ -273,7 +274,7 @@ class SandboxClaims:
     async def _wait_ready(self, claim: SandboxClaim, *, is_new: bool) -> SandboxClaim:
         try:
             latest = await self.informer.wait_until(
-                claim.name, lambda found: _is_settled(found, claim.uid), _POLL_SECONDS
+                claim.name, lambda found: _is_settled(found, claim.uid), self.settings.poll_seconds
             )
             if latest is None or latest.uid != claim.uid or latest.is_deleting:
                 raise SandboxStartFailed("The claim of a sandbox was deleted before it had a pod.")
