@@ -255,8 +255,26 @@ def test_the_check_and_the_schemas_agree(seed: int) -> None:
     chance = random.Random(seed)
     representation, form, kind = chance.choice(FORMS_AND_KINDS)
     made = damage_json(build_part(form, kind), chance)
-    if isinstance(made, dict) and made.get("type") in REPRESENTATIONS[representation]:
+    if (
+        isinstance(made, dict)
+        and made.get("type") in REPRESENTATIONS[representation]
+        and not _has_two_unknown_kinds(made, form)
+    ):
         validate_both_ways(representation, made)
+
+
+def _has_two_unknown_kinds(made: dict[str, Any], form: str) -> bool:
+    payloads = (made.get(TOOL_PART_TYPES[form].call), made.get(TOOL_PART_TYPES[form].response))
+    kinds = {json.dumps(payload.get("type")) for payload in payloads if isinstance(payload, dict)}
+    return len(kinds) > 1 and not kinds & {json.dumps(kind) for kind in TOOL_KINDS}
+
+
+def test_only_the_check_compares_two_unknown_kinds() -> None:
+    """A JSON schema cannot say that two values are equal."""
+    made = {**build_part("server_tool_execution", "mcp"), "name": "x"}
+    made |= {"request": {"type": "augury"}, "response": {"type": "divination"}}
+    assert find_part_error(made) == "a augury call cannot have a divination response"
+    assert validator("option3-alternative").is_valid(made)
 
 
 # What JSON has and Python's types do not: 1.0 is an integer, numbers have no bounds, half a character is text.
