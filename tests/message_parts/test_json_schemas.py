@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jsonschema_rs
 import msgspec
@@ -264,8 +264,11 @@ def test_the_check_and_the_schemas_agree(seed: int) -> None:
 
 
 def _has_two_unknown_kinds(made: dict[str, Any], form: str) -> bool:
-    payloads = (made.get(TOOL_PART_TYPES[form].call), made.get(TOOL_PART_TYPES[form].response))
-    kinds = {json.dumps(payload.get("type")) for payload in payloads if isinstance(payload, dict)}
+    kinds = set[str]()
+    for key in (TOOL_PART_TYPES[form].call, TOOL_PART_TYPES[form].response):
+        payload: Any = made.get(key)
+        if isinstance(payload, dict):
+            kinds.add(json.dumps(cast("dict[str, Any]", payload).get("type")))
     return len(kinds) > 1 and not kinds & {json.dumps(kind) for kind in TOOL_KINDS}
 
 
