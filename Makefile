@@ -115,11 +115,12 @@ test-phoenix: $(PHOENIX)/bin/phoenix ## Test what arize-phoenix makes of the gat
 # in .kubernetes.
 CLUSTER := python -m tools.kubernetes_cluster
 define in_cluster
+	@deploy/images/build.sh
 	@$(RUN) sh -c 'trap "$(CLUSTER) down" EXIT; trap exit INT TERM; \
 		$(CLUSTER) up && $(CLUSTER) load .images/gateway.tar .images/sandbox.tar && $(CLUSTER) run "$$@"' sh $(1)
 endef
-test-kubernetes: $(STAMP) images ## Run the tests that need Kubernetes, in a real cluster of one node made for them
-	$(call in_cluster,python -m pytest -m cluster -n 0 tests/cluster $(ARGS))
+test-kubernetes: $(STAMP) ## Run the tests that need Kubernetes, in a real cluster of one node made for them
+	$(call in_cluster,python -m pytest -m cluster -n 0 tests/cluster tests/contracts $(ARGS))
 
 check: format-check lint types imports test ## Format, lint, types, imports, tests: run before every commit
 
@@ -173,7 +174,7 @@ images: $(STAMP) ## Build the images, and run them (as root, with buildah and co
 	@deploy/images/build.sh
 	@$(RUN) python -m pytest -m images tests/deploy/test_images.py -n 0 $(ARGS)
 
-bench-kubernetes: $(STAMP) images ## Measure claims in a real cluster of one node
+bench-kubernetes: $(STAMP) ## Measure claims in a real cluster of one node
 	$(call in_cluster,python -m benchmarks.kubernetes $(ARGS))
 
 lock: ## Bring uv.lock up to date with pyproject.toml

@@ -1,12 +1,11 @@
 """What tests in a real cluster share. They run in its network: `make test-kubernetes`."""
 
-import uuid
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
-from tests.support.kubectl import Kubectl, find_cluster
+from tests.support.kubectl import Kubectl, find_cluster, own_namespace
 
 # Pods start slowly on a busy machine, and each module makes its own.
 _TIMEOUT = 900
@@ -22,11 +21,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def kubectl() -> Generator[Kubectl]:
-    """For a namespace of the module's own, which is gone afterwards with everything in it."""
-    cluster = find_cluster()
-    namespace = f"test-{uuid.uuid4().hex[:8]}"
-    cluster.run("create", "namespace", namespace)
-    try:
-        yield cluster.for_namespace(namespace)
-    finally:
-        cluster.delete(f"namespace/{namespace}")
+    """For a namespace of the module's own."""
+    with own_namespace(find_cluster()) as kubectl:
+        yield kubectl

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import secrets
+import uuid
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,19 @@ from typing import Any
 
 import httpx
 
+from fumehood.sandbox_client.kubernetes import (
+    ClaimSettings,
+    KubernetesApi,
+    KubernetesSandboxProvider,
+    load_credentials,
+)
 from tests.support.gateway_process import GatewayProcess, run_gateway
 from tests.support.kubectl import Kubectl, Tree
 from tools.kubernetes_cluster.layout import NODE_ADDRESS
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "kubernetes"
 POOL = "fumehood-sandbox"
+_POOL_4G = "fumehood-sandbox-4g"
 _PERMISSIONS = DEPLOY / "base" / "gateway-permissions.yaml"
 # How long an answer may take on a busy machine.
 _TIMEOUT = 300
@@ -51,6 +59,17 @@ class ClusterSandboxes:
         }
         with run_gateway(directory, settings) as gateway:
             yield gateway
+
+    def make_provider(self) -> KubernetesSandboxProvider:
+        """As a gateway has it, for both tiers; the caller starts and closes it."""
+        api = KubernetesApi(load_credentials(str(self.directory / "kubeconfig"), os.environ))
+        settings = ClaimSettings(
+            namespace=self.kubectl.namespace,
+            pools={"1g": POOL, "4g": _POOL_4G},
+            gateway=uuid.uuid4().hex,
+            replica=uuid.uuid4().hex,
+        )
+        return KubernetesSandboxProvider(api, settings, token=(self.directory / "token").read_text())
 
     def claims(self) -> set[str]:
         return self.kubectl.names("sandboxclaims")
@@ -91,6 +110,13 @@ def install_sandboxes(
     sandboxes.scale(replicas)
     sandboxes.wait_until_full()
     return sandboxes
+
+
+def install_4g_pool(kubectl: Kubectl, directory: Path) -> None:
+    """The shipped pool of the tier 4g, with one pod, beside the sandboxes that are there."""
+    resources = [_relative(DEPLOY / "components" / "memory-4g" / "sandbox", directory)]
+    apply_overlay(kubectl, directory, {"namespace": kubectl.namespace, "resources": resources})
+    kubectl.wait(f"sandboxwarmpool/{_POOL_4G}", "jsonpath={.status.readyReplicas}=1", 180)
 
 
 def apply_overlay(kubectl: Kubectl, directory: Path, kustomization: Tree) -> None:

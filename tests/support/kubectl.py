@@ -1,9 +1,11 @@
 """kubectl, and objects of Kubernetes as trees."""
 
+import contextlib
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+import uuid
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,6 +73,17 @@ def find_cluster() -> Kubectl:
     """Fails where there is none: a test of a cluster is not skipped."""
     assert os.environ.get("KUBECONFIG"), "These tests need a cluster: run `make test-kubernetes`."
     return Kubectl()
+
+
+@contextlib.contextmanager
+def own_namespace(cluster: Kubectl) -> Generator[Kubectl]:
+    """For a new namespace, which is gone afterwards with everything in it."""
+    namespace = f"test-{uuid.uuid4().hex[:8]}"
+    cluster.run("create", "namespace", namespace)
+    try:
+        yield cluster.for_namespace(namespace)
+    finally:
+        cluster.delete(f"namespace/{namespace}")
 
 
 def condition_of(tree: Mapping[str, Any], kind: str) -> Tree:
