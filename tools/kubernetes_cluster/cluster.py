@@ -13,7 +13,14 @@ from tools.kubernetes_cluster.binaries import AGENT_SANDBOX_VERSION, Binaries, b
 from tools.kubernetes_cluster.certificates import write_credentials
 from tools.kubernetes_cluster.components import CNI_PLUGINS, list_components, write_configuration
 from tools.kubernetes_cluster.images import import_image, write_image
-from tools.kubernetes_cluster.layout import ANSWER_IMAGE, NODE_NAME, PAUSE_IMAGE, ClusterError, Layout
+from tools.kubernetes_cluster.layout import (
+    ANSWER_IMAGE,
+    NODE_NAME,
+    PAUSE_IMAGE,
+    SYSTEM_PROGRAMS,
+    ClusterError,
+    Layout,
+)
 from tools.kubernetes_cluster.node import (
     ended_components,
     find_node,
@@ -125,7 +132,7 @@ def run_kubectl(layout: Layout, *arguments: str, stdin: str | None = None) -> st
 def _check_host() -> None:
     if os.geteuid() != 0:
         raise ClusterError("A cluster needs root: containerd and kubelet mount, and make cgroups.")
-    path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+    path = f"{os.environ.get('PATH', os.defpath)}:{SYSTEM_PROGRAMS}"
     missing = {package for name, package in _HOST_PROGRAMS.items() if shutil.which(name, path=path) is None}
     if not (CNI_PLUGINS / "bridge").exists():
         missing.add("containernetworking-plugins")

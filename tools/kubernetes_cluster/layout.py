@@ -23,6 +23,9 @@ PROXY_HEALTH_PORT = 10256
 PAUSE_IMAGE = "fumehood.test/pause:1"
 ANSWER_IMAGE = "fumehood.test/answer:1"
 
+# Where Debian has iptables and ip, which an ordinary user's PATH lacks.
+SYSTEM_PROGRAMS = "/usr/sbin:/sbin"
+
 # A socket's path has 107 bytes at most.
 _MAX_SOCKET_PATH = 107
 

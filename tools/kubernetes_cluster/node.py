@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.kubernetes_cluster.components import BOUND_DIRECTORIES, Component
-from tools.kubernetes_cluster.layout import NODE_ADDRESS, NODE_NAME, ClusterError, Layout
+from tools.kubernetes_cluster.layout import NODE_ADDRESS, NODE_NAME, SYSTEM_PROGRAMS, ClusterError, Layout
 
 _NAMESPACES = os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS
 # Kubelet sets these for the whole machine unless it finds these values; so it is shown files that say so.
@@ -75,6 +76,7 @@ def _command(*arguments: str) -> None:
 
 
 def _prepare(layout: Layout) -> None:
+    os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}:{SYSTEM_PROGRAMS}"
     # What the node mounts is seen by its containers, and not by the machine.
     _command("mount", "--make-rprivate", "/")
     _command("mount", "--make-rshared", "/")
@@ -91,7 +93,7 @@ def _prepare(layout: Layout) -> None:
         shown.parent.mkdir(parents=True, exist_ok=True)
         shown.write_text(f"{value}\n")
         _command("mount", "--bind", str(shown), f"/proc/sys/{name}")
-    _command("hostname", NODE_NAME)
+    socket.sethostname(NODE_NAME)
     _command("ip", "link", "set", "lo", "up")
     # An interface that is up and leads nowhere: addresses of services need a route before they are rewritten.
     _command("ip", "link", "add", "node0", "type", "veth", "peer", "name", "node1")
