@@ -1,4 +1,4 @@
-"""Sandboxes in pods pass the kit: claimed from an API server of the tests, run by real sandbox servers."""
+"""Sandboxes in pods pass the kit: claimed from an API server of the tests, run by a real sandbox server."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -8,7 +8,6 @@ import pytest
 from fumehood.interfaces import SandboxProvider
 from fumehood.testing.conformance_kits.sandbox_kit import SandboxKit, SandboxSubject
 from tests.support.kubernetes.cluster import run_cluster
-from tests.support.kubernetes.pods import run_process_pods
 
 
 @pytest.mark.asyncio(loop_scope="class")
@@ -23,16 +22,3 @@ class TestInPods(SandboxKit):
 
         async with run_cluster(replicas=3) as cluster, cluster.make_provider() as provider:
             yield SandboxSubject(provider, make_provider=make_provider)
-
-
-@pytest.mark.slow  # a process for each pod
-@pytest.mark.asyncio(loop_scope="class")
-class TestWithAServerForEachPod(SandboxKit):
-    @staticmethod
-    @asynccontextmanager
-    async def open_subject() -> AsyncGenerator[SandboxSubject]:
-        async with (
-            run_cluster(run_process_pods(), replicas=2) as cluster,
-            cluster.make_provider() as provider,
-        ):
-            yield SandboxSubject(provider)

@@ -4,17 +4,13 @@ import asyncio
 import itertools
 import os
 import socket
-import sys
-import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from tests.support.relay import Relay
-from tests.support.sandbox_process import LIMITS
-from tests.support.sandbox_runs import build_environment, settings
+from tests.support.sandbox_runs import settings
 from tests.support.sandbox_server import RunningServer, run_server
 
 POD_TOKEN = "a-token-that-all-pods-share"
@@ -162,69 +158,3 @@ class RelayedPods:
 async def run_relayed_pods() -> AsyncGenerator[RelayedPods]:
     async with run_server(settings(preload=(), capacity=200), token=POD_TOKEN) as server:
         yield RelayedPods(server)
-
-
-# ---- a server for each pod ----------------------------------------------------------------------------------------
-
-
-class ProcessPod:
-    """A `fumehood sandbox` of its own."""
-
-    def __init__(self, address: str, process: asyncio.subprocess.Process) -> None:
-        self.address = address
-        self._process = process
-
-    async def stop(self, sandbox: str) -> None:
-        if self._process.returncode is None:
-            self._process.terminate()
-        await self._process.wait()
-
-    async def kill(self, sandbox: str) -> None:
-        if self._process.returncode is None:
-            self._process.kill()
-        await self._process.wait()
-
-
-class ProcessPods:
-    """Pods with a process each, that hold one sandbox."""
-
-    def __init__(self, token_file: Path) -> None:
-        self.port = free_port()
-        self._token_file = token_file
-
-    async def start_pod(self) -> Pod:
-        address = next_address()
-        options = ["--listen", f"{address}:{self.port}", "--token-file", str(self._token_file)]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *(
-                "-m",
-                "fumehood",
-                "sandbox",
-                "--preload",
-                "",
-                "--limits",
-                LIMITS,
-                "--pool",
-                "0",
-                "--capacity",
-                "1",
-            ),
-            *("--grace", "0", "--exit-with-stdin", *options),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            env=build_environment(),
-        )
-        assert process.stdout is not None
-        assert await process.stdout.readline(), "the sandbox server of a pod did not start"
-        return ProcessPod(address, process)
-
-
-@asynccontextmanager
-async def run_process_pods() -> AsyncGenerator[ProcessPods]:
-    with tempfile.TemporaryDirectory(prefix="fumehood-pods-") as directory:
-        token_file = Path(directory) / "token"
-        token_file.write_text(POD_TOKEN, encoding="utf-8")
-        token_file.chmod(0o600)
-        yield ProcessPods(token_file)
