@@ -25,6 +25,8 @@ from tools.kubernetes_cluster.layout import (
 
 # Debian's place for them.
 CNI_PLUGINS = Path("/usr/lib/cni")
+# There are none; the default would be made on the machine.
+_VOLUME_PLUGINS = "/run/kubelet-volume-plugins"
 # Where the node has what it writes: path in the node -> path below the state directory.
 BOUND_DIRECTORIES = {
     "/var/lib/kubelet": "data/kubelet",
@@ -79,6 +81,7 @@ def list_components(layout: Layout, binaries: Binaries) -> list[Component]:
                 "--use-service-account-credentials=true",
                 f"--cluster-cidr={POD_NETWORK}",
                 f"--service-cluster-ip-range={SERVICE_NETWORK}",
+                f"--flex-volume-plugin-dir={_VOLUME_PLUGINS}",
                 "--bind-address=127.0.0.1",
                 "--leader-elect=false",
             ],
@@ -236,7 +239,7 @@ def _kubelet_config(layout: Layout) -> dict[str, object]:
         "cgroupRoot": f"/{layout.cgroup}",
         "failCgroupV1": False,
         "failSwapOn": False,
-        "volumePluginDir": "/run/kubelet-volume-plugins",
+        "volumePluginDir": _VOLUME_PLUGINS,
         "clusterDomain": "cluster.local",
         "resolvConf": str(layout.config / "resolv.conf"),
         # Nothing imported is ever collected, however full the machine's disk is: it could not be pulled again.
