@@ -334,7 +334,7 @@ def test_waiting_for_another_evaluation_ends_by_the_deadline(openai_stand_in: Op
         late = "while another evaluation continued the session's conversation"
         with pytest.raises(DeadlineExceededError, match=late):
             openai_stand_in.loop.run(
-                adapter.aevaluate(say("two"), session=session, deadline=Deadline.after(0.05))
+                adapter.aevaluate(say("two"), session=session, deadline=Deadline.after(1.0))
             )
         assert len(openai_stand_in.server.asked) == 1
         events.get_final_response()

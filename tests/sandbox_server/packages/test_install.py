@@ -142,7 +142,7 @@ async def test_what_is_there_needs_no_index(supervisor: Supervisor, index: FakeP
 
 
 async def test_equal_requests_at_once_build_once(supervisor: Supervisor, index: FakePackageIndex) -> None:
-    index.add(wheel("alone", "1.0", {"alone.py": ""}), wheel("shared", "1.0", {"tool_execution.py": ""}))
+    index.add(wheel("alone", "1.0", {"alone.py": ""}), wheel("shared", "1.0", {"shared.py": ""}))
     await (await supervisor.create(SandboxSpec(requirements=["alone"]))).destroy()
     boxes = await asyncio.gather(
         *(supervisor.create(SandboxSpec(requirements=[line])) for line in ("shared", "Shared", " shared # x"))
