@@ -15,9 +15,16 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     SandboxServerUnreachable,
     SandboxStartFailed,
 )
-from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, ExecutionEnd, SandboxSpec, Stdout
+from fumehood.protocol.sandbox.sandbox_messages import (
+    ExecuteRequest,
+    ExecutionEnd,
+    SandboxInfo,
+    SandboxSpec,
+    Stdout,
+)
 from fumehood.sandbox_client.kubernetes import KubernetesSandboxProvider
 from fumehood.sandbox_client.kubernetes.claim_objects import parse_time
+from fumehood.sandbox_client.kubernetes.pod_sandbox import ClaimedPod
 from tests.support.kubernetes.cluster import NAMESPACE, POOL, Cluster, run_cluster
 from tests.support.kubernetes.controller import PodEnd
 from tests.support.kubernetes.object_store import CLAIMS
@@ -186,6 +193,24 @@ async def test_a_pod_that_dies_between_calls(
         with pytest.raises(SandboxGone):
             await provider.attach(ref)
     await wait_until(lambda: not cluster.claims)
+
+
+async def test_a_pod_that_answers_late_is_used(
+    provider: KubernetesSandboxProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = await provider.create(SandboxSpec(), "cntr_1-1")
+    read_info, asked = ClaimedPod.read_info, list[ClaimedPod]()
+
+    async def answer_late(pod: ClaimedPod) -> SandboxInfo:
+        asked.append(pod)
+        if len(asked) == 1:
+            raise TimeoutError
+        return await read_info(pod)
+
+    monkeypatch.setattr(ClaimedPod, "read_info", answer_late)
+    printed, _ = await run(await provider.attach(ref), "print('late')")
+    assert printed == "late\n"
+    assert len(asked) == 2
 
 
 async def test_a_pod_that_dies_before_its_sandbox_is_used(

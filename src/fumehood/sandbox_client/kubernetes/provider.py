@@ -178,8 +178,7 @@ class KubernetesSandboxProvider:
             if await pod.is_lost():
                 pod.lose()
                 raise SandboxGone(_REPLACED) from error
-            raise
-        return PodSandbox(pod)
+        return PodSandbox(pod)  # it answered, if late
 
     async def destroy(self, ref: SandboxRef) -> None:
         claims = await self._find_claims(ref)
