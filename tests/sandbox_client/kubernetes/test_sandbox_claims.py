@@ -19,7 +19,8 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     SandboxStartFailed,
 )
 from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
-from fumehood.sandbox_client.kubernetes.claim_objects import parse_time
+from fumehood.sandbox_client.kubernetes.api_client import KubernetesApiError
+from fumehood.sandbox_client.kubernetes.claim_objects import SandboxClaim, parse_time
 from fumehood.sandbox_client.kubernetes.sandbox_claims import ClaimSettings, SandboxClaims
 from tests.support.kubernetes.cluster import NAMESPACE, POOL, TIER_POOLS, Cluster, run_cluster
 from tests.support.kubernetes.object_store import CLAIMS, POOLS, SANDBOXES, TEMPLATES, ApiFailure
@@ -181,6 +182,31 @@ async def test_a_caller_that_gives_up_while_the_claim_is_made(
         async with asyncio.timeout(0.05):
             await claims.claim("cntr_1-1", SPEC)
     await wait_until(lambda: cluster.api.count("DELETE") == 1 and not cluster.claims)
+
+
+@pytest.mark.parametrize("is_used", [False, True], ids=["derived name", "random name"])
+async def test_a_claim_whose_response_was_lost_goes_with_its_caller(
+    cluster: Cluster, claims: SandboxClaims, monkeypatch: pytest.MonkeyPatch, is_used: bool
+) -> None:
+    if is_used:
+        await claims.release((await claims.claim("cntr_1-1", SPEC))[0])
+    cluster.controller.behaviour.is_paused = True
+    post, lost = SandboxClaims._post, list[SandboxClaim]()  # pyright: ignore[reportPrivateUsage]
+
+    async def lose_first_response(self: SandboxClaims, claim: SandboxClaim) -> SandboxClaim:
+        created = await post(self, claim)
+        if not lost:
+            lost.append(created)
+            raise KubernetesApiError(504, "Timeout", "the response was lost")
+        return created
+
+    monkeypatch.setattr(SandboxClaims, "_post", lose_first_response)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.0):
+            await claims.claim("cntr_1-1", SPEC)
+    await wait_until(lambda: not cluster.claims)
+    assert len(lost) == 1
+    cluster.controller.behaviour.is_paused = False
 
 
 async def test_an_exhausted_pool(cluster: Cluster, claims: SandboxClaims) -> None:

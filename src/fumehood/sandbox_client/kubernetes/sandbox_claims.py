@@ -193,19 +193,24 @@ class SandboxClaims:
     ) -> tuple[SandboxClaim, bool]:
         """Return a claim for the sandbox, and whether this call has made it."""
         backoff = _INITIAL_BACKOFF
+        name = self._choose_name(sandbox)
+        is_outcome_unknown = False
         while True:
             known = self.find(sandbox)
             if known is not None and known.failure is None:
-                return known, False
+                is_own = known.metadata.labels.get(REPLICA_LABEL) == self.settings.replica
+                return known, is_outcome_unknown and is_own and known.name == name
             if known is not None:
                 await asyncio.shield(self.release(known))
-            name = self._choose_name(sandbox)
+            if name in self._used_names:
+                name, is_outcome_unknown = self._choose_name(sandbox), False
             try:
                 return await self._create(name, sandbox, pool, memory), True
             except KubernetesApiError as error:
                 if error.status == 409:
                     await self._adopt_existing(name)
                 elif error.is_transient:
+                    is_outcome_unknown = True  # it may have been made, and the response lost
                     logger.info("A claim could not be made, and is tried again: %s", error.message)
                 else:
                     raise self._explain_refusal(error) from error
